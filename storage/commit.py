@@ -1,0 +1,213 @@
+"""The first act: a plan is committed by one create-only PUT of plan.json, and the objects it names follow.
+
+Two planners may race: the loser with an equal plan completes the missing objects, another plan is a PlanConflict.
+Nothing is ever changed afterwards, so there is no lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from storage import layout
+from storage.codecs import codec_by_name
+from storage.contract import Contract, canonical_json
+from storage.errors import DatasetMissing, PlanConflict, ShardCorrupt, StatehouseError
+from storage.objects import ObjectMissing, ObjectStore
+from storage.plan import PLAN_SCHEMA, Geometry, Plan
+from storage.zarr_array import decode_chunk, encode_chunk
+
+
+class ObjectDigest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    bytes: int
+    sha256: str
+
+
+class PlanDocument(BaseModel):
+    """plan.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: str
+    format_version: str
+    plan_hash: str
+    contract: Contract
+    codec: str
+    geometry: Geometry
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    objects: dict[str, ObjectDigest]
+    written_by: dict[str, str]
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def package_versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def check_format(document: Any, where: str) -> None:
+    """Raises StatehouseError when a JSON document is not of this format or of a newer major version."""
+    if not isinstance(document, dict) or document.get("format") != layout.FORMAT:
+        raise ShardCorrupt(f"{where}: not a Statehouse document; restore it from a copy or choose another dataset.uri")
+    major = str(document.get("format_version", "")).split(".")[0]
+    if major != layout.FORMAT_VERSION.split(".")[0]:
+        raise StatehouseError(
+            f"{where}: format version {document.get('format_version')!r}, this Statehouse reads "
+            f"{layout.FORMAT_VERSION}; install a newer Statehouse"
+        )
+
+
+def load_json(store: ObjectStore, key: str) -> Any:
+    """Raises ObjectMissing, or ShardCorrupt when it is no JSON of ours."""
+    where = f"{store.uri}/{key}"
+    try:
+        document = json.loads(store.get(key))
+    except ValueError:
+        raise ShardCorrupt(f"{where}: damaged (not JSON); restore it from a copy") from None
+    check_format(document, where)
+    return document
+
+
+def load_plan_document(store: ObjectStore) -> PlanDocument:
+    """Raises DatasetMissing when nothing is planned here, ShardCorrupt when plan.json is damaged."""
+    try:
+        document = load_json(store, layout.PLAN)
+    except ObjectMissing:
+        raise DatasetMissing(
+            f"{store.uri}: there is no dataset here (no {layout.PLAN}); check the URI or make one with "
+            "`python -m ray_jobs.extract RECIPE`"
+        ) from None
+    try:
+        return PlanDocument.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ShardCorrupt(
+            f"{store.uri}/{layout.PLAN}: field {field}: {first['msg']}; restore it from a copy"
+        ) from None
+
+
+def load_plan(store: ObjectStore, document: PlanDocument | None = None) -> Plan:
+    """The plan as it was committed. Raises ShardCorrupt when sequences.parquet does not match plan.json."""
+    document = document or load_plan_document(store)
+    data = get_checked(store, layout.SEQUENCES, document)
+    table = pq.read_table(pa.BufferReader(data)).cast(PLAN_SCHEMA)
+    return Plan(document.contract, document.codec, document.geometry, table)
+
+
+def get_checked(store: ObjectStore, key: str, document: PlanDocument) -> bytes:
+    """An object written at plan time. Raises ShardCorrupt when it is missing or its digest differs."""
+    try:
+        data = store.get(key)
+    except ObjectMissing:
+        raise ShardCorrupt(f"{store.uri}/{key}: missing; run the extract job again to complete the plan") from None
+    if digest(data) != document.objects[key].sha256:
+        raise ShardCorrupt(
+            f"{store.uri}/{key}: sha256 {digest(data)[:12]}..., plan.json says {document.objects[key].sha256[:12]}...; "
+            "restore it from a copy, or delete it and run the extract job again"
+        )
+    return data
+
+
+def publish_plan(store: ObjectStore, plan: Plan, sequences: pa.Table) -> bool:
+    """Commits the plan, or completes an equal one that is already there. True when this call committed it.
+
+    Objects are made twice, once for their digests and once for the PUT, so that they never lie in memory together.
+    Raises PlanConflict when another plan holds the URI.
+    """
+    document = PlanDocument(
+        format=layout.FORMAT,
+        format_version=layout.FORMAT_VERSION,
+        plan_hash=plan.hash,
+        contract=plan.contract,
+        codec=plan.codec,
+        geometry=plan.geometry,
+        sequences=len(plan.table),
+        tokens=plan.tokens,
+        loss_tokens=plan.loss_tokens,
+        objects={
+            key: ObjectDigest(bytes=len(data), sha256=digest(data))
+            for key, data in layout.plan_objects(plan, sequences)
+        },
+        written_by=package_versions("statehouse", "pyarrow", "numpy"),
+    )
+    committed = store.create(layout.PLAN, canonical_json(document.model_dump(mode="json")) + b"\n")
+    if not committed:
+        found = load_plan_document(store)
+        if found.plan_hash != plan.hash:
+            raise PlanConflict(_conflict(store, found, plan))
+        document = found
+    present = store.keys()
+    for key, data in layout.plan_objects(plan, sequences):
+        expected = document.objects.get(key)
+        if present.get(key) == (expected.bytes if expected else None):
+            continue
+        if expected is None or expected.sha256 != digest(data):
+            raise PlanConflict(
+                f"{store.uri}/{key}: the plan was committed with {document.written_by}, which writes this object "
+                "differently; complete it with those versions, or delete the folder if no shard is written yet"
+            )
+        if not store.create(key, data):
+            get_checked(store, key, document)
+    return committed
+
+
+def _conflict(store: ObjectStore, found: PlanDocument, plan: Plan) -> str:
+    differing = found.contract.differences(plan.contract)
+    if found.codec != plan.codec:
+        differing.append(f"codec: {found.codec} != {plan.codec}")
+    if found.geometry != plan.geometry:
+        differing.append(f"geometry: {found.geometry} != {plan.geometry}")
+    if found.sequences != len(plan.table) or found.tokens != plan.tokens:
+        differing.append(
+            f"{found.sequences:,} sequences, {found.tokens:,} tokens != {len(plan.table):,}, {plan.tokens:,}"
+        )
+    return (
+        f"{store.uri} already holds another plan ({found.plan_hash[:12]}, this recipe makes {plan.hash[:12]}): "
+        f"{'; '.join(differing) or 'other sequences'}; choose another dataset.uri, or delete this one if nobody needs it"
+    )
+
+
+def publish_offset(store: ObjectStore, offset_LH: np.ndarray) -> np.ndarray:
+    """Stores the exponent offsets unless another worker was first; returns those that count."""
+    store.create(layout.OFFSET, encode_chunk(offset_LH))
+    found = load_offset(store, offset_LH.shape)
+    assert found is not None
+    return found
+
+
+def load_offset(store: ObjectStore, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Exponent offsets uint8 [L, H], or None when they are not calibrated yet. Raises ShardCorrupt."""
+    try:
+        data = store.get(layout.OFFSET)
+    except ObjectMissing:
+        return None
+    try:
+        return decode_chunk(data, "uint8", shape)
+    except ValueError as error:
+        raise ShardCorrupt(f"{store.uri}/{layout.OFFSET}: {error}; restore it from a copy") from None
+
+
+def offset_hash(codec: str, offset_LH: np.ndarray | None) -> str | None:
+    """What receipts say of the offsets their shard was encoded with; None for codecs without."""
+    if not codec_by_name(codec).needs_offset or offset_LH is None:
+        return None
+    return digest(np.ascontiguousarray(offset_LH).tobytes())

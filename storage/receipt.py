@@ -1,0 +1,36 @@
+"""The receipt: the proof of what a shard holds. It lies inside the shard's own object, so one PUT commits both."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LossyError(BaseModel):
+    """What a lossy codec cost, per layer: relative L2 error and mean cosine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    relative_l2: list[float]
+    cosine: list[float]
+
+
+class Receipt(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    plan_hash: str
+    contract_hash: str
+    offset_hash: str | None
+    codec: str
+    shard: int = Field(ge=0)
+    rows: int = Field(gt=0)
+    sequences: int = Field(gt=0)
+    data_bytes: int = Field(gt=0)
+    data_sha256: str
+    index_sha256: str
+    # Root mean square of each layer's values over the rows, NaN and infinities left out.
+    layer_rms: list[float]
+    # Values that are NaN or infinite.
+    non_finite: int = Field(ge=0)
+    lossy_error: LossyError | None = None
+    quarantined: dict[str, str] = Field(default_factory=dict)
+    written_by: dict[str, str | int | float] = Field(default_factory=dict)
+    seconds: dict[str, float] = Field(default_factory=dict)
