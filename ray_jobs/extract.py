@@ -1,0 +1,163 @@
+"""extract: plan (or find the plan), fill the shards with hidden states, seal.
+
+Run it again after any failure, on any machine, with any number of replicas, even at the same time: finished shards are
+found and kept, and nothing is ever written twice. `--repair` first deletes shards that are damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ray_jobs import job
+from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
+from ray_jobs.planning import print_plan
+from ray_jobs.provenance import provenance
+from ray_jobs.recipe import Recipe
+from ray_jobs.supervisor import Supervisor, require_resources
+from ray_jobs.worker import ExtractUnit, make_actor
+from storage import layout
+from storage.commit import publish_plan
+from storage.errors import DatasetNotSealed, ShardCorrupt
+from storage.objects import ObjectStore, open_store
+from storage.plan import Plan, make_plan
+from storage.seal import Seal, load_seal, scan_shards, seal_dataset
+from storage.writer import ShardWriter, shard_identity
+
+
+def make_units(plan: Plan, sequences: pa.Table, shards: set[int]) -> list[ExtractUnit]:
+    """The work units of `shards`. sequences: `TOKENS_SCHEMA`, the table the plan was made from."""
+    token_ids = sequences["token_ids"].combine_chunks()
+    flat, offsets = token_ids.flatten().to_numpy(), token_ids.offsets.to_numpy()
+    offsets = offsets - offsets[0]
+    return [
+        ExtractUnit(unit.shard, [flat[offsets[row] : offsets[row + 1]] for row in unit.rows])
+        for unit in plan.units()
+        if unit.shard in shards
+    ]
+
+
+def calibration_batch(plan: Plan, sequences: pa.Table, count: int) -> list[np.ndarray]:
+    """Token ids of `count` sequences spread over the plan: every k-th by id, so all sources have their share."""
+    rows = np.unique(np.linspace(0, len(plan.table) - 1, min(count, len(plan.table))).astype(int))
+    return [np.array(sequences["token_ids"][int(row)].as_py(), np.int32) for row in rows]
+
+
+def run(recipe: Recipe, args: argparse.Namespace) -> None:
+    if args.plan:
+        print_plan(recipe)
+        return
+    verifier = open_verifier(recipe)
+    inputs = Inputs(recipe.dataset.inputs_uri)
+    prompts = inputs.read_prompts(recipe, verifier, "extract")
+    responses = inputs.read_responses(sampling_hash(recipe, verifier))
+    sequences, counts = compose_sequences(prompts, responses, inputs.store.uri)
+    contract = make_contract(recipe, verifier)
+    plan = make_plan(sequences, contract, recipe.dataset.codec, shard_length=recipe.dataset.shard_tokens)
+    store = open_store(recipe.dataset.uri)
+    store.probe()
+    committed = publish_plan(store, plan, sequences)
+    job.log.info(
+        "extract plan=%s %s sequences=%d tokens=%s shards=%d where=%s %s",
+        plan.hash[:12],
+        "committed" if committed else "found",
+        len(plan.table),
+        f"{plan.tokens:,}",
+        plan.geometry.shards,
+        store.uri,
+        " ".join(f"{name}={count}" for name, count in counts.items() if count),
+    )
+    seal = _sealed(store)
+    if seal is None:
+        _fill(recipe, store, plan, sequences, verifier.capture_layers, repair=args.repair)
+        seal = seal_dataset(store, plan, provenance(recipe))
+    elif args.repair:
+        job.log.warning(
+            "extract --repair: the dataset is sealed already, nothing was changed; restore shards from a copy"
+        )
+    job.log.info(
+        "extract sealed fingerprint=%s sequences=%d tokens=%s raw=%.1fMB stored=%.1fMB ratio=%.3f where=%s",
+        seal.fingerprint[:12],
+        seal.sequences,
+        f"{seal.tokens:,}",
+        seal.raw_bytes / 1e6,
+        seal.stored_bytes / 1e6,
+        seal.raw_bytes / seal.stored_bytes,
+        store.uri,
+    )
+
+
+def _sealed(store: ObjectStore) -> Seal | None:
+    try:
+        return load_seal(store)
+    except DatasetNotSealed:
+        return None
+
+
+def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool) -> set[int]:
+    """Shards to be extracted. Bad ones are deleted with `repair`, and a ShardCorrupt without."""
+    good, bad = scan_shards(store, plan)
+    if bad and not repair:
+        raise ShardCorrupt(bad[min(bad)])
+    for shard in bad:
+        job.log.warning("repair deletes shard=%d reason=%s", shard, bad[shard])
+        store.delete(layout.shard_key(shard))
+    return set(range(plan.geometry.shards)) - set(good)
+
+
+def _fill(
+    recipe: Recipe,
+    store: ObjectStore,
+    plan: Plan,
+    sequences: pa.Table,
+    capture_layers: tuple[int, ...],
+    *,
+    repair: bool,
+) -> None:
+    missing = missing_shards(store, plan, repair=repair)
+    if not missing:
+        return
+    job.start_ray()
+    require_resources(recipe.extraction)
+    supervisor = Supervisor(lambda: make_actor(recipe, capture_layers), "extract", recipe.extraction)
+    done_before = plan.geometry.shards - len(missing)
+    job.log.info("extract start shards=%d finished_before=%d", len(missing), done_before)
+    uri = store.uri  # absolute: a worker may run in another folder
+    try:
+        if not ShardWriter(store, shard_identity(plan)).calibrated:
+            supervisor.call(
+                "calibrate", uri, calibration_batch(plan, sequences, recipe.extraction.calibration_sequences)
+            )
+        units = make_units(plan, sequences, missing)
+        # Two drivers started at once walk the shards in different orders, and so share most of the work.
+        random.shuffle(units)
+        progress = job.Progress("extract", "shards", plan.geometry.shards, done_before)
+        stored = {"bytes": 0, "adopted": 0}
+
+        def done(work: tuple[str, ExtractUnit], result: dict[str, Any]) -> None:
+            stored["bytes"] += result["data_bytes"]
+            stored["adopted"] += not result["created"]
+            if result.get("non_finite"):
+                job.log.warning("shard=%d non_finite=%d", result["shard"], result["non_finite"])
+            seconds = max(progress.seconds, 1e-9)
+            progress.step(
+                work[1].tokens,
+                stored_MB_per_s=f"{stored['bytes'] / 1e6 / seconds:.2f}",
+                adopted=stored["adopted"],
+                restarts=supervisor.restarts,
+                replicas=len(supervisor.actors),
+            )
+
+        supervisor.run([(uri, unit) for unit in units], done)
+    finally:
+        supervisor.stop()
+
+
+if __name__ == "__main__":
+    arguments = job.parser("extract", __doc__ or "")
+    arguments.add_argument("--repair", action="store_true", help="delete damaged shards and extract them again")
+    job.main(arguments, run)

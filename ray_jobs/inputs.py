@@ -1,0 +1,199 @@
+"""What lies beside a dataset, at `<dataset.uri>-inputs`: prepared prompts, rejects, responses. None of it is the dataset.
+
+prepare.json                what prompts.parquet was made from
+prompts.parquet             accepted prompts and given sequences
+rejects.parquet             refused rows with reasons
+responses/<hash>.parquet    on-policy responses of one work unit, create-only
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_jobs.recipe import Recipe
+from ray_jobs.verifier import default_capture_layers, describe_verifier, resolve_verifier
+from storage.contract import Contract, sha256_json
+from storage.errors import RecipeError, StatehouseError
+from storage.layout import parquet_bytes
+from storage.objects import ObjectMissing, ObjectStore, open_store
+from storage.sequences import Sequence, sequence_table
+
+PREPARED = "prepare.json"
+PROMPTS = "prompts.parquet"
+REJECTS = "rejects.parquet"
+
+# token_ids: exactly what the verifier produced, its end token included. finish_reason: "stop" or "length".
+RESPONSES_SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("sampling_hash", pa.string()),
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("seed", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The verifier of a recipe as found on this machine. facts: what `describe_verifier` says of it."""
+
+    folder: str
+    facts: dict[str, Any]
+    capture_layers: tuple[int, ...]
+
+
+def open_verifier(recipe: Recipe) -> Verifier:
+    """Finds, checks and describes the verifier. Raises StatehouseError when weights or config are missing."""
+    folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
+    facts = describe_verifier(folder)
+    if recipe.verifier.shape is not None:
+        for field, said in recipe.verifier.shape.model_dump().items():
+            if facts[field] != said:
+                raise RecipeError(f"verifier.shape.{field} is {said:,}, but {folder}/config.json says {facts[field]:,}")
+    layers = recipe.extraction.capture_layers or tuple(default_capture_layers(facts["num_layers"]))
+    return Verifier(str(folder), facts, tuple(layers))
+
+
+def make_contract(recipe: Recipe, verifier: Verifier) -> Contract:
+    from importlib.metadata import PackageNotFoundError, version
+
+    config = recipe.extraction.replica
+    try:
+        engine_version = version(config.engine)
+    except PackageNotFoundError:
+        engine_version = "not installed"
+    return Contract(
+        verifier=recipe.verifier.model,
+        revision=recipe.verifier.revision,
+        capture_layers=verifier.capture_layers,
+        engine=config.engine,
+        engine_version=engine_version,
+        engine_dtype=config.dtype,
+        tp_size=max(1, config.gpus),
+        **verifier.facts,
+    )
+
+
+def inputs_hash(recipe: Recipe, verifier: Verifier) -> str:
+    """Equal for recipes that prepare the same prompts in the same way."""
+    return sha256_json(
+        {
+            "prompts": [source.model_dump(mode="json") for source in recipe.prompts],
+            "max_length": recipe.dataset.max_length,
+            "tokenizer": verifier.facts["tokenizer_hash"],
+            "template": verifier.facts["chat_template_hash"],
+        }
+    )
+
+
+def sampling_hash(recipe: Recipe, verifier: Verifier) -> str:
+    """Responses drawn under another hash are other responses."""
+    settings = recipe.generation.model_dump(mode="json", exclude={"batch_size"})
+    return sha256_json({**settings, "verifier": verifier.facts["config_hash"], "max_length": recipe.dataset.max_length})
+
+
+class Inputs:
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self.store: ObjectStore = open_store(uri)
+
+    def write_rejects(self, rejects: pa.Table) -> str:
+        """Returns where they are."""
+        self.store.put(REJECTS, parquet_bytes(rejects))
+        return f"{self.store.uri}/{REJECTS}"
+
+    def write_prompts(self, prompts: pa.Table, summary: dict[str, Any]) -> None:
+        """prepare.json goes last: without it, or with another hash in it, prompts.parquet does not count."""
+        data = parquet_bytes(prompts)
+        self.store.delete(PREPARED)
+        self.store.put(PROMPTS, data)
+        self.store.put(PREPARED, json.dumps(summary, indent=1, sort_keys=True).encode() + b"\n")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self.store.get(PREPARED)))
+        except ObjectMissing:
+            return None
+        except ValueError:
+            raise StatehouseError(f"{self.store.uri}/{PREPARED}: damaged; run the prepare job again") from None
+
+    def read_prompts(self, recipe: Recipe, verifier: Verifier, job: str) -> pa.Table:
+        """`PROMPTS_SCHEMA`. Raises StatehouseError when `prepare` has not run, or ran for another recipe."""
+        summary = self.read_summary()
+        again = f"run `python -m ray_jobs.prepare RECIPE` before {job}"
+        if summary is None:
+            raise StatehouseError(f"{self.store.uri}: no prepared prompts; {again}")
+        if summary.get("inputs_hash") != inputs_hash(recipe, verifier):
+            raise StatehouseError(
+                f"{self.store.uri}: prepared from other prompts, dataset.max_length or tokeniser than this recipe's; {again}"
+            )
+        try:
+            return pq.read_table(pa.BufferReader(self.store.get(PROMPTS)))
+        except (ObjectMissing, pa.ArrowException):
+            raise StatehouseError(f"{self.store.uri}/{PROMPTS}: missing or damaged; {again}") from None
+
+    def write_responses(self, rows: list[dict[str, Any]]) -> bool:
+        """One finished work unit; False when another driver was first with the same prompts."""
+        names = [[row["prompt_id"] for row in rows], rows[0]["sampling_hash"]]
+        table = pa.Table.from_pylist(rows, schema=RESPONSES_SCHEMA)
+        return self.store.create(f"responses/{sha256_json(names)[:32]}.parquet", parquet_bytes(table))
+
+    def read_responses(self, sampling: str) -> dict[str, tuple[np.ndarray, str]]:
+        """{prompt id: (token ids, finish reason)} of the responses drawn under one sampling hash."""
+        found: dict[str, tuple[np.ndarray, str]] = {}
+        for key in sorted(self.store.keys("responses")):
+            try:
+                table = pq.read_table(pa.BufferReader(self.store.get(key)))
+            except pa.ArrowException:
+                raise StatehouseError(
+                    f"{self.store.uri}/{key}: damaged; delete it and run `python -m ray_jobs.generate RECIPE` again"
+                ) from None
+            for row in table.filter(pa.compute.equal(table["sampling_hash"], sampling)).to_pylist():
+                found.setdefault(row["prompt_id"], (np.array(row["token_ids"], np.int32), row["finish_reason"]))
+        return found
+
+
+def compose_sequences(
+    prompts: pa.Table, responses: dict[str, tuple[np.ndarray, str]], uri: str
+) -> tuple[pa.Table, dict[str, int]]:
+    """Prompts with their responses, and given sequences, as `TOKENS_SCHEMA`; and counts worth telling.
+
+    Raises StatehouseError when responses are missing.
+    """
+    sequences: list[Sequence] = []
+    counts = {"given": 0, "generated": 0, "length_capped": 0, "empty": 0, "duplicates": 0}
+    missing = 0
+    for row in prompts.to_pylist():
+        token_ids = np.array(row["token_ids"], np.int32)
+        mask = np.array(row["loss_mask"], bool)
+        if row["kind"] == "generate":
+            if row["id"] not in responses:
+                missing += 1
+                continue
+            response, finish = responses[row["id"]]
+            if not len(response):
+                counts["empty"] += 1
+                continue
+            counts["generated"] += 1
+            counts["length_capped"] += finish == "length"
+            token_ids = np.concatenate([token_ids, response])
+            mask = np.concatenate([mask, np.ones(len(response), bool)])
+        else:
+            counts["given"] += 1
+        sequences.append(Sequence(row["source"], row["group"], token_ids, mask))
+    if missing:
+        raise StatehouseError(
+            f"{uri}: {missing} of {len(prompts)} prompts have no response yet; run `python -m ray_jobs.generate RECIPE`"
+        )
+    table = sequence_table(sequences)
+    counts["duplicates"] = len(sequences) - len(table)
+    return table, counts

@@ -1,0 +1,174 @@
+"""What all jobs share: the command line, Ray, one-line errors, exit codes, log lines.
+
+A job runs the same way by `ray job submit --working-dir . -- python -m ray_jobs.<job> RECIPE` on a cluster and by
+`python -m ray_jobs.<job> RECIPE` alone, which starts a Ray of its own for as long as it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from ray_jobs.recipe import Recipe, load_recipe
+from storage.errors import RecipeError, StatehouseError
+
+log = logging.getLogger("statehouse")
+
+# What the workers need of the driver's environment: Ray's workers inherit the raylet's, not ours.
+_FORWARDED = ("AWS_", "GOOGLE_", "AZURE_", "HF_", "STATEHOUSE_")
+
+
+def parser(job: str, description: str) -> argparse.ArgumentParser:
+    parsed = argparse.ArgumentParser(
+        prog=f"python -m ray_jobs.{job}",
+        description=description,
+        epilog="On a cluster: ray job submit --working-dir . -- "
+        f"python -m ray_jobs.{job} recipes/smollm2.yaml [section.key=value ...]",
+    )
+    parsed.add_argument("recipe", help="YAML recipe, for instance recipes/smollm2.yaml")
+    parsed.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the recipe")
+    parsed.add_argument("--plan", action="store_true", help="print what would be done and what it costs, do nothing")
+    return parsed
+
+
+def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Namespace], None]) -> None:
+    """Parses sys.argv, runs, and exits: 0 when what was promised is on storage, 1 on a user's error, 143 on SIGTERM."""
+    args = arguments.parse_intermixed_args()
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, stream=sys.stderr)
+    log.setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, _stopped)
+    try:
+        recipe = load_recipe(args.recipe, args.overrides)
+        _require_lasting(recipe.dataset.uri)
+        run(recipe, args)
+    except StatehouseError as error:
+        print(one_line(error), file=sys.stderr, flush=True)
+        code = 1
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to carry on where it stood", file=sys.stderr, flush=True)
+        code = 130
+    else:
+        code = 0
+    shutdown_ray()
+    sys.exit(code)
+
+
+def _require_lasting(uri: str) -> None:
+    """A submitted job runs in a copy of the working directory that Ray deletes: a relative folder would be lost."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and "://" not in uri and not os.path.isabs(uri):
+        raise RecipeError(
+            f"dataset.uri {uri!r} is relative to a folder that Ray deletes after the job; "
+            "give an object-store URI, or an absolute folder that all nodes share"
+        )
+
+
+def one_line(error: StatehouseError) -> str:
+    return f"error: {' '.join(str(error).split())}"
+
+
+def _stopped(_signal: int, _frame: FrameType | None) -> None:
+    print("stopped by SIGTERM; run the same command again to carry on where it stood", file=sys.stderr, flush=True)
+    shutdown_ray()
+    sys.exit(143)
+
+
+def start_ray() -> None:
+    """Connects to the cluster this process belongs to, or starts a local Ray. Does nothing when already connected."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    cluster = os.environ.get("RAY_ADDRESS")
+    runtime_env: dict[str, object] = {"env_vars": environment}
+    if not cluster:
+        # The project need not be installed: local workers find it where this file lies.
+        root = str(Path(__file__).resolve().parent.parent)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    try:
+        ray.init(
+            address=cluster or "local",
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            logging_level="warning",
+            include_dashboard=False if not cluster else None,
+            configure_logging=True,
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise StatehouseError(
+            f"no Ray: {error}; unset RAY_ADDRESS to start a local one, or start the cluster with `ray start --head`"
+        ) from None
+    log.info("ray %s nodes=%d cpus=%g gpus=%g", "cluster" if cluster else "local", len(ray.nodes()), *cluster_size())
+
+
+def quiet_ray_data() -> None:
+    """Ray Data's progress bars and plans are noise in a job's log; ours says what happens."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+def shutdown_ray() -> None:
+    if "ray" in sys.modules:
+        import ray
+
+        ray.shutdown()
+
+
+def cluster_size() -> tuple[float, float]:
+    """CPUs and GPUs of the cluster."""
+    import ray
+
+    resources = ray.cluster_resources()
+    return resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+
+
+class Progress:
+    """One log line every few seconds: `extract shards=3/16 tokens=9,120 tokens_per_s=812 eta=41s`."""
+
+    def __init__(self, job: str, unit: str, total: int, done: int = 0, every_s: float = 5.0) -> None:
+        self.job, self.unit, self.total, self.done, self.every_s = job, unit, total, done, every_s
+        self.began = self.last = time.monotonic()
+        self.at_start = done
+        self.tokens = 0
+        self.extra: dict[str, object] = {}
+
+    def step(self, tokens: int, **extra: object) -> None:
+        self.done += 1
+        self.tokens += tokens
+        self.extra.update(extra)
+        now = time.monotonic()
+        if now - self.last >= self.every_s or self.done == self.total:
+            self.last = now
+            log.info("%s", self.line(now))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def line(self, now: float) -> str:
+        seconds = max(now - self.began, 1e-9)
+        left = (self.total - self.done) * seconds / max(1, self.done - self.at_start)
+        extra = "".join(f" {key}={value}" for key, value in self.extra.items())
+        return (
+            f"{self.job} {self.unit}={self.done}/{self.total} tokens={self.tokens:,} "
+            f"tokens_per_s={self.tokens / seconds:,.0f} eta={left:.0f}s{extra}"
+        )
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises RecipeError with `message` unless `condition`."""
+    if not condition:
+        raise RecipeError(message)

@@ -1,0 +1,180 @@
+"""Recipes: one YAML file drives all jobs. Sections belong to their rooms; this file composes them.
+
+`section.key=value` on the command line overrides a key; values are YAML. Unknown keys are refused with a suggestion.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ray_jobs.replicas.replica import ReplicaConfig
+from ray_jobs.verifier import VerifierShape
+from storage.config import DatasetConfig
+from storage.errors import RecipeError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class VerifierConfig(Section):
+    # A folder, `bundled:smollm2-135m-instruct`, or a Hugging Face id.
+    model: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    # Shapes for --plan where the weights are not at hand.
+    shape: VerifierShape | None = None
+
+
+class PromptSource(Section):
+    """One glob of JSONL (also .gz, .zst, ...) or Parquet files, local or on object storage."""
+
+    path: str
+    # The domain the prompts come from; the file's stem by default.
+    source: str | None = None
+    # At most this many rows of each file.
+    limit: int | None = Field(default=None, gt=0)
+
+
+class GenerationConfig(Section):
+    """On-policy responses. Change any of these and prompts are answered anew."""
+
+    temperature: float = Field(default=0.7, ge=0)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    max_new_tokens: int = Field(default=1024, gt=0)
+    seed: int = 0
+    # Prompts of one work unit, the unit of resume.
+    batch_size: int = Field(default=64, gt=0)
+
+
+class ExtractionConfig(Section):
+    replicas: int = Field(default=1, gt=0)
+    replica: ReplicaConfig = ReplicaConfig()
+    # 0-based outputs of decoder layers, ascending; by default low 1, mid n//2-1, high n-4.
+    capture_layers: tuple[int, ...] | None = None
+    # A unit that fails this often ends the job.
+    max_attempts: int = Field(default=3, gt=0)
+    # Sequences whose states calibrate the exponent offsets.
+    calibration_sequences: int = Field(default=16, gt=0)
+    # For the hours that --plan prints: prefill rate of one replica, where it is known.
+    tokens_per_second: float | None = Field(default=None, gt=0)
+
+
+class VocabConfig(Section):
+    # Draft vocabulary; None saves the coverage table only.
+    size: int | None = Field(default=32000, gt=0)
+    # Sizes of the coverage table; a standard list by default.
+    sizes: tuple[int, ...] | None = None
+    policy: str = Field(default="frequency", pattern="^frequency$")
+    force_special_tokens: bool = True
+
+
+class EvaluationConfig(Section):
+    # Share of prompt groups held out: coverage is reported on them, drafters never train on them.
+    held_out: float = Field(default=0.02, ge=0, lt=1)
+    seed: int = 0
+
+
+class Recipe(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    verifier: VerifierConfig
+    prompts: tuple[PromptSource, ...] = Field(min_length=1)
+    generation: GenerationConfig = GenerationConfig()
+    dataset: DatasetConfig
+    extraction: ExtractionConfig = ExtractionConfig()
+    vocab: VocabConfig = VocabConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Raises RecipeError: one line that names the file, the key, what was expected and found, and the fix."""
+    try:
+        text = Path(path).read_text()
+    except FileNotFoundError:
+        known = sorted(str(found) for found in Path("recipes").glob("*.yaml"))
+        raise RecipeError(
+            f"{path}: no such recipe"
+            + (f"; there are {', '.join(known)}" if known else "; give the path of a YAML file")
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read as a recipe ({error})") from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise RecipeError(f"{path}: expected sections such as `verifier:`, found {type(document).__name__}")
+    for override in overrides or []:
+        _apply(document, override)
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        raise RecipeError(f"{path}: {_explain(error)}") from None
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    """Sets `a.b.0.c=value` in place; numbers index lists."""
+    key, found, text = override.partition("=")
+    if not found or not key:
+        raise RecipeError(f"override {override!r}: expected section.key=value, for instance extraction.replicas=2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RecipeError(f"override {override!r}: the value is not YAML; quote it") from None
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d+)?[eE][-+]?\d+", value):
+        value = float(value)  # YAML 1.1 takes 1e-4 for a string
+    *path, last = key.split(".")
+    at: Any = document
+    try:
+        for part in path:
+            if isinstance(at, list):
+                at = at[int(part)]
+            else:
+                if at.get(part) is None:
+                    at[part] = {}
+                at = at[part]
+        if isinstance(at, list):
+            at[int(last)] = value
+        else:
+            at[last] = value
+    except (ValueError, IndexError, AttributeError, TypeError):
+        raise RecipeError(
+            f"override {override!r}: the recipe has no section {'.'.join(path)!r} to set a key in"
+        ) from None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = sorted(_known_keys([str(part) for part in first["loc"][:-1]]))
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        return f"unknown key {where!r}; {hint}"
+    if first["type"] == "missing":
+        return f"key {where!r} is missing; add it"
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"key {where!r} is {first['input']!r}: {message}{more}"
+
+
+def _known_keys(location: list[str]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in location:
+        if part.isdigit():
+            continue
+        for candidate in _models(model.model_fields[part].annotation):
+            model = candidate
+    return list(model.model_fields)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models(inner)]

@@ -1,0 +1,58 @@
+"""The `dataset` section of a recipe."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from storage.codecs import CODECS
+
+
+class Expected(BaseModel):
+    """What `--plan` assumes of input that is not there to be counted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sequences: int = Field(gt=0)
+    # Mean tokens of a sequence, prompt and response.
+    mean_tokens: int = Field(gt=0)
+
+
+class DatasetConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # A folder (`~` is the home folder) or an object-store URI. Prepared prompts go beside it, to `<uri>-inputs`.
+    uri: str
+    codec: str = "lossless"
+    # Tokens of the longest sequence, prompt and response; longer prompts are rejected, responses are capped.
+    max_length: int = Field(default=8192, gt=1)
+    # Tokens of a shard; the planner chooses about 512 MiB when it is left out.
+    shard_tokens: int | None = Field(default=None, gt=0)
+    # Share of the prompts that may be rejected before `prepare` fails.
+    max_reject_share: float = Field(default=0.0, ge=0, lt=1)
+    expected: Expected | None = None
+    # For the cost that --plan prints; S3 standard storage, us-east-1.
+    usd_per_gb_month: float = Field(default=0.023, ge=0)
+
+    @field_validator("uri")
+    @classmethod
+    def _no_trailing_slash(cls, uri: str) -> str:
+        if not uri.strip("/ "):
+            raise ValueError("must name a folder or an object-store URI such as s3://bucket/datasets/name")
+        return os.path.expanduser(uri.rstrip("/"))
+
+    @field_validator("codec")
+    @classmethod
+    def _known_codec(cls, codec: str) -> str:
+        if codec not in CODECS:
+            raise ValueError(f"must be one of {', '.join(CODECS)}")
+        return codec
+
+    @property
+    def inputs_uri(self) -> str:
+        return f"{self.uri}-inputs"
+
+    @property
+    def vocab_uri(self) -> str:
+        return f"{self.uri}-vocab"
