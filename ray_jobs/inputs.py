@@ -150,7 +150,7 @@ class Inputs:
     def read_responses(self, sampling: str) -> dict[str, tuple[np.ndarray, str]]:
         """{prompt id: (token ids, finish reason)} of the responses drawn under one sampling hash."""
         found: dict[str, tuple[np.ndarray, str]] = {}
-        for key in sorted(self.store.keys("responses")):
+        for key in sorted(self.store.sizes("responses")):
             try:
                 table = pq.read_table(pa.BufferReader(self.store.get(key)))
             except pa.ArrowException:

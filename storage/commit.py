@@ -155,7 +155,7 @@ def publish_plan(store: ObjectStore, plan: Plan, sequences: pa.Table) -> bool:
         if found.plan_hash != plan.hash:
             raise PlanConflict(_conflict(store, found, plan))
         document = found
-    present = store.keys()
+    present = store.sizes()
     for key, data in layout.plan_objects(plan, sequences):
         expected = document.objects.get(key)
         if present.get(key) == (expected.bytes if expected else None):

@@ -24,6 +24,7 @@ from urllib.parse import urlparse
 from storage.errors import StoreError
 
 _TEMPORARY = ".tmp-"
+_DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 
 
 class ObjectMissing(StoreError):
@@ -56,8 +57,8 @@ class ObjectStore(ABC):
         """Stores the object over whatever is there. Atomic. Only for what can be rebuilt."""
 
     @abstractmethod
-    def keys(self, prefix: str = "") -> dict[str, int]:
-        """Keys that lie under the folder `prefix` ("" for all), with their sizes."""
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """{key: bytes} of all objects under the folder `prefix` ("" for all)."""
 
     @abstractmethod
     def folders(self, prefix: str = "") -> list[str]:
@@ -76,6 +77,7 @@ class ObjectStore(ABC):
 
     def probe(self) -> None:
         """Creates one key twice. Raises StoreError when the store cannot be written to or lets the second one through."""
+        self.folders()  # some servers make a missing bucket at the first PUT; a list says that it is not there
         key = f"probe-{uuid.uuid4().hex}"
         first = self.create(key, b"1")
         second = self.create(key, b"2")
@@ -168,7 +170,7 @@ class LocalStore(ObjectStore):
         with self._temporary(key, data) as (temporary, path):
             os.replace(temporary, path)
 
-    def keys(self, prefix: str = "") -> dict[str, int]:
+    def sizes(self, prefix: str = "") -> dict[str, int]:
         found: dict[str, int] = {}
         top = self._path(prefix)
         for folder, _, names in os.walk(top):
@@ -238,20 +240,22 @@ class RemoteStore(ObjectStore):
         where = f"{self.uri}/{key}" if key else self.uri
         try:
             yield
-        except (exceptions.NotFoundError, FileNotFoundError) as error:
-            if "NoSuchBucket" in str(error):
-                bucket = urlparse(self.uri).netloc
-                raise StoreError(f"{self.uri}: there is no bucket {bucket!r}; create it or correct the URI") from None
-            raise ObjectMissing(f"{where}: no such object") from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise StoreError(
-                f"{self.uri}: the store refused these credentials ({_s3_code(error) or 'access denied'}); "
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL for other servers than AWS)"
-            ) from None
-        except exceptions.AlreadyExistsError:
+        except (exceptions.AlreadyExistsError, FileExistsError):
             raise
         except (exceptions.BaseError, OSError) as error:
+            # obstore's classes differ between GET and LIST for the same refusal; the server's code does not.
             code = _s3_code(error)
+            if code == "NoSuchBucket":
+                bucket = urlparse(self.uri).netloc
+                raise StoreError(f"{self.uri}: there is no bucket {bucket!r}; create it or correct the URI") from None
+            if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
+                raise ObjectMissing(f"{where}: no such object") from None
+            denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+            if code in _DENIED or isinstance(error, denied):
+                raise StoreError(
+                    f"{self.uri}: the store refused these credentials ({code or 'access denied'}); "
+                    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL for other servers than AWS)"
+                ) from None
             raise StoreError(
                 f"{where}: the store failed ({code or _first_line(error)}); "
                 "check AWS_ENDPOINT_URL and that the server is up, then run the same command again"
@@ -287,7 +291,7 @@ class RemoteStore(ObjectStore):
         with self._errors(key):
             self._obstore.put(self._store, key, data)
 
-    def keys(self, prefix: str = "") -> dict[str, int]:
+    def sizes(self, prefix: str = "") -> dict[str, int]:
         with self._errors(""):
             pages = self._obstore.list(self._store, prefix=prefix or None)
             return {entry["path"]: entry["size"] for page in pages for entry in page}

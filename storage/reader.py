@@ -180,6 +180,10 @@ class Dataset:
                     waiting.append(pool.submit(self.read, index))
                 yield states
 
+    def shards_table(self) -> pa.Table:
+        """Receipts of all shards (`storage.seal.SHARDS_SCHEMA`). Raises DatasetNotSealed."""
+        return load_shards_table(self.store, self.seal or load_seal(self.store))
+
     def shard_of(self, index: int) -> int:
         return self._place(index)[2]
 

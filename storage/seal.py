@@ -73,7 +73,7 @@ def scan_shards(
     """
     identity: ShardIdentity = shard_identity(plan)
     offset = offset_hash(plan.codec, load_offset(store, (plan.geometry.layers, plan.geometry.hidden_size)))
-    sizes = store.keys("hidden")
+    sizes = store.sizes("hidden")
     rows = plan.shard_rows()
     present = [shard for shard in range(plan.geometry.shards) if layout.shard_key(shard) in sizes]
     good: dict[int, tuple[Receipt, int]] = {}
