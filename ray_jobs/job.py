@@ -62,11 +62,16 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
 
 def _require_lasting(uri: str) -> None:
     """A submitted job runs in a copy of the working directory that Ray deletes: a relative folder would be lost."""
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and "://" not in uri and not os.path.isabs(uri):
+    if _submitted() and "://" not in uri and not os.path.isabs(uri):
         raise RecipeError(
             f"dataset.uri {uri!r} is relative to a folder that Ray deletes after the job; "
             "give an object-store URI, or an absolute folder that all nodes share"
         )
+
+
+def _submitted() -> bool:
+    """Whether this process is the driver of a `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def one_line(error: StatehouseError) -> str:
@@ -90,16 +95,18 @@ def start_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cluster = os.environ.get("RAY_ADDRESS")
     runtime_env: dict[str, object] = {"env_vars": environment}
+    root = str(Path(__file__).resolve().parent.parent)
+    if cluster and not _submitted():
+        runtime_env["working_dir"] = root  # as `ray job submit --working-dir .` does
     if not cluster:
         # The project need not be installed: local workers find it where this file lies.
-        root = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     try:
         ray.init(
             address=cluster or "local",
             runtime_env=runtime_env,
             log_to_driver=False,
-            logging_level="warning",
+            logging_level="error",
             include_dashboard=False if not cluster else None,
             configure_logging=True,
         )

@@ -113,13 +113,17 @@ def test_no_free_port_is_one_clear_error() -> None:
             engine_process._take_ports(f"{port}-{port}", 1)
 
 
-def test_a_dead_owners_shared_memory_is_removed_and_a_living_ones_is_not() -> None:
+def test_a_dead_owners_shared_memory_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    left_by_sglang = tmp_path / "sglang_loads_x.shm"
+    left_by_sglang.touch()
     living, folder = engine_process._private_folder()
     dead, abandoned = engine_process._private_folder()
+    dead.write(str(left_by_sglang))
     dead.close()
     third, other = engine_process._private_folder()
     assert folder.exists()
     assert not abandoned.exists()
+    assert not left_by_sglang.exists()
     for lock, path in ((living, folder), (third, other)):
         (path / "owner.lock").unlink()
         path.rmdir()

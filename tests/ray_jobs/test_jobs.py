@@ -1,0 +1,336 @@
+"""The jobs, for real: Ray, actors, a tiny random verifier in transformers; killed, doubled, starved, and fed nonsense."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from jobs import ROOT, Finished, finish, start_driver
+
+from ray_jobs.inputs import Inputs
+from ray_jobs.recipe import load_recipe
+from ray_jobs.replicas.replica import ReplicaConfig, open_replica
+from storage import open_dataset
+from storage.objects import LocalStore
+from vocab.mapping import DraftVocab
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+Recipe = Callable[..., Path]
+Run = Callable[..., Finished]
+Prepared = Callable[[Path], Path]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def ok(finished: Finished) -> Finished:
+    assert finished.code == 0, finished.err
+    return finished
+
+
+GIVEN = [{"token_ids": list(range(n, n + 40 + n % 30)), "loss_mask": [0] * 5 + [1] * (35 + n % 30)} for n in range(500)]
+
+
+def assert_states_are_the_verifiers(uri: str, verifier: Path, sequences: int = 6) -> None:
+    dataset = open_dataset(uri)
+    layers = dataset.contract.capture_layers
+    with open_replica(ReplicaConfig(engine="transformers", dtype="float32"), verifier, layers) as oracle:
+        for index in np.linspace(0, len(dataset) - 1, sequences).astype(int):
+            states = dataset.read(int(index))
+            expected = oracle.prefill([states.token_ids])[0].astype(np.float64)
+            stored = states.hidden.astype(np.float64)
+            assert np.abs(stored - expected).max() <= np.abs(expected).max() * 2**-8  # bf16 keeps 8 bits
+
+
+def test_the_way_from_prompts_to_coverage(recipe: Recipe, run_job: Run, tiny_verifier: Path, tmp_path: Path) -> None:
+    path = recipe()
+    uri = str(tmp_path / "dataset")
+    for job, complaint in (("generate", "no prepared prompts"), ("coverage", "no dataset here")):
+        early = run_job(job, path)
+        assert early.code == 1
+        assert complaint in early.errors[0]
+    ok(run_job("prepare", path))
+    early = run_job("extract", path)
+    assert early.code == 1
+    assert "24 of 24 prompts have no response yet" in early.errors[0]
+    ok(run_job("generate", path))
+    ok(run_job("extract", path, "extraction.replicas=2"))
+    ok(run_job("coverage", path))
+    assert_states_are_the_verifiers(uri, tiny_verifier)
+
+    dataset = open_dataset(uri)
+    inputs = Inputs(f"{uri}-inputs")
+    prompts = {tuple(row["token_ids"]) for row in pq.read_table(f"{uri}-inputs/prompts.parquet").to_pylist()}
+    assert len(dataset) == len(prompts) == 24
+    for states in dataset.stream():
+        assert tuple(states.token_ids[~states.loss_mask].tolist()) in prompts
+        assert 1 <= states.loss_mask.sum() <= 8
+    assert inputs.read_summary()["kinds"] == {"generate": 24}  # type: ignore[index]
+
+    vocabulary = DraftVocab.load(f"{uri}-vocab")
+    assert vocabulary.size == 512
+    assert {0, 1, 2} <= set(vocabulary.target_ids.tolist())  # the special tokens
+
+    again = ok(run_job("extract", path))
+    assert "found" in again.err
+    assert "extract start" not in again.err  # nothing was left to do
+    assert "all answered before" in ok(run_job("generate", path)).err
+
+
+def test_a_job_alone_starts_a_ray_of_its_own(recipe: Recipe, prepared: Prepared, tmp_path: Path) -> None:
+    path = prepared(recipe(GIVEN[:20]))
+    finished = ok(finish(start_driver("extract", path, RAY_ADDRESS="")))
+    assert "ray local" in finished.err
+    assert len(open_dataset(str(tmp_path / "dataset"))) == 20
+
+
+def test_ray_job_submit_runs_the_job_and_says_so_when_it_fails(
+    recipe: Recipe, prepared: Prepared, ray_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    path = prepared(recipe(GIVEN[:20]))
+
+    def submit(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [Path(sys.executable).parent / "ray", "job", "submit", "--working-dir", ".", "--"]
+        command += ["python", "-m", "ray_jobs.extract", str(path), *overrides]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ray_cluster
+        del environment["RAY_ADDRESS"]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+    lost = submit("dataset.uri=relative/folder")
+    assert lost.returncode == 1
+    assert "relative to a folder that Ray deletes" in lost.stdout + lost.stderr
+    done = submit()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "extract sealed fingerprint=" in done.stdout + done.stderr
+    assert len(open_dataset(str(tmp_path / "dataset"))) == 20
+
+
+def test_the_way_on_object_storage(
+    recipe: Recipe, prepared: Prepared, run_job: Run, s3_server: str, tiny_verifier: Path
+) -> None:
+    uri = f"s3://statehouse/jobs-{os.getpid()}"
+    path = prepared(recipe(GIVEN, dataset={"uri": uri}))
+    for job in ("extract", "coverage"):
+        ok(run_job(job, path))
+    assert_states_are_the_verifiers(uri, tiny_verifier)
+    assert len(open_dataset(uri)) == 500
+
+
+def shard_times(uri: Path) -> dict[str, int]:
+    return {key: (uri / key).stat().st_mtime_ns for key in LocalStore(uri).sizes("hidden") if "/c/" in key}
+
+
+def wait_for_shards(uri: Path, count: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while len(shard_times(uri)) < count:
+        assert time.monotonic() < deadline, "no shards"
+        time.sleep(0.005)
+
+
+def writer_of_a_shard(uri: Path) -> int:
+    """The pid of the actor that wrote one, as its receipt says."""
+    deadline = time.monotonic() + 30
+    while not (receipts := list((uri / "receipts").glob("*.json"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return int(json.loads(receipts[0].read_text())["written_by"]["pid"])
+
+
+def test_a_driver_killed_half_way_is_carried_on_without_redoing_finished_shards(
+    recipe: Recipe, prepared: Prepared, start_job: Start, run_job: Run, tiny_verifier: Path, tmp_path: Path
+) -> None:
+    path = prepared(recipe(GIVEN, dataset={"shard_tokens": 1024}))
+    uri = tmp_path / "dataset"
+    process = start_job("extract", path)
+    wait_for_shards(uri, 3)
+    process.kill()
+    process.communicate(timeout=60)
+    time.sleep(2)  # its Ray notices and ends the workers
+    before = shard_times(uri)
+    assert not (uri / "seal.json").exists()
+    ok(run_job("extract", path))
+    after = shard_times(uri)
+    assert {key: after[key] for key in before} == before
+    assert len(after) > len(before)
+    assert_states_are_the_verifiers(str(uri), tiny_verifier)
+
+
+def test_two_drivers_at_once_end_in_one_correct_dataset(
+    recipe: Recipe, prepared: Prepared, start_job: Start, run_job: Run, tiny_verifier: Path, tmp_path: Path
+) -> None:
+    path = prepared(recipe(GIVEN, dataset={"shard_tokens": 1024}))
+    drivers = [start_job("extract", path) for _ in range(2)]
+    results = [driver.communicate(timeout=240) for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0, 0], results
+    fingerprints = {
+        line.split("fingerprint=")[1][:12] for _, err in results for line in err.splitlines() if "fingerprint=" in line
+    }
+    assert len(fingerprints) == 1
+    assert len(open_dataset(str(tmp_path / "dataset"))) == 500
+    assert_states_are_the_verifiers(str(tmp_path / "dataset"), tiny_verifier)
+
+
+def test_a_replica_killed_at_work_is_replaced(
+    recipe: Recipe, prepared: Prepared, start_job: Start, run_job: Run, tiny_verifier: Path, tmp_path: Path
+) -> None:
+    path = prepared(recipe(GIVEN, dataset={"shard_tokens": 1024}))
+    uri = tmp_path / "dataset"
+    process = start_job("extract", path)
+    wait_for_shards(uri, 3)
+    os.kill(writer_of_a_shard(uri), signal.SIGKILL)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert "replica replaced restarts=1" in err
+    assert_states_are_the_verifiers(str(uri), tiny_verifier)
+
+
+def test_a_damaged_shard_is_named_and_repair_extracts_it_again(
+    recipe: Recipe, prepared: Prepared, start_job: Start, run_job: Run, tiny_verifier: Path, tmp_path: Path
+) -> None:
+    path = prepared(recipe(GIVEN, dataset={"shard_tokens": 1024}))
+    ok(run_job("extract", path))
+    uri = tmp_path / "dataset"
+    for name in ("seal.json", "shards.parquet"):
+        (uri / name).unlink()
+    shard = uri / "hidden/c/0/1/0/0"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    refused = run_job("extract", path)
+    assert refused.code == 1
+    assert "hidden/c/0/1/0/0" in refused.errors[0]
+    assert "--repair" in refused.errors[0]
+    assert not (uri / "seal.json").exists()
+    ok(run_job("extract", path, "--repair"))
+    assert_states_are_the_verifiers(str(uri), tiny_verifier)
+
+
+def test_refused_prompts_fail_the_job_name_the_first_and_leave_nothing_that_counts(
+    recipe: Recipe, run_job: Run, tmp_path: Path
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "fine"},
+        {"prompt": ""},
+        {"prompt": "long " * 500},
+        {"token_ids": [1, 99999]},
+    ]
+    path = recipe(rows)
+    failed = run_job("prepare", path)
+    assert failed.code == 1
+    assert "3 of 4 prompts were refused" in failed.errors[0]
+    assert "prompts.jsonl:2" in failed.errors[0]
+    rejects = pq.read_table(tmp_path / "dataset-inputs" / "rejects.parquet").to_pylist()
+    assert ["empty" in rejects[0]["reason"], "no room" in rejects[1]["reason"], "99999" in rejects[2]["reason"]] == [
+        True
+    ] * 3
+    for job in ("generate", "extract"):
+        assert run_job(job, path).code == 1
+    assert not (tmp_path / "dataset").exists()
+    assert "rejects=3" in ok(run_job("prepare", path, "dataset.max_reject_share=0.8")).err
+
+
+def test_an_empty_file_of_prompts_is_named(recipe: Recipe, run_job: Run) -> None:
+    failed = run_job("prepare", recipe([]))
+    assert failed.code == 1
+    assert "no rows" in failed.errors[0]
+
+
+def test_a_dataset_of_another_plan_is_left_alone(
+    recipe: Recipe, prepared: Prepared, run_job: Run, tmp_path: Path
+) -> None:
+    path = prepared(recipe(GIVEN[:20]))
+    ok(run_job("extract", path))
+    before = LocalStore(tmp_path / "dataset").sizes()
+    recipe(GIVEN[:30])
+    stale = run_job("extract", path, "dataset.max_length=150")
+    assert stale.code == 1
+    assert "prepared from other prompts" in stale.errors[0]
+    prepared(path)
+    failed = run_job("extract", path)
+    assert failed.code == 1
+    assert "already holds another plan" in failed.errors[0]
+    assert LocalStore(tmp_path / "dataset").sizes() == before
+
+
+def test_no_free_port_is_named_by_the_job(recipe: Recipe, prepared: Prepared, run_job: Run, smollm2: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        path = recipe(
+            [{"prompt": "x"}],
+            verifier={"model": str(smollm2)},
+            extraction={"replica": {"engine": "sglang", "ports": f"{port}-{port}"}, "max_attempts": 1},
+        )
+        failed = run_job("generate", prepared(path))
+    assert failed.code == 1
+    assert "port" in failed.errors[0]
+    assert str(port) in failed.errors[0]
+    assert len(failed.errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dataset.ur=x"], "unknown key 'dataset.ur'; did you mean 'uri'?"),
+        (["prompts.0.path=absent.jsonl"], "absent.jsonl: no such file"),
+        (["verifier.model=EMPTY"], "config.json"),
+        (["verifier.model=WEIGHTLESS"], "safetensors"),
+        (["verifier.model=no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(
+    recipe: Recipe, run_job: Run, tiny_verifier: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weightless").mkdir()
+    (tmp_path / "weightless" / "config.json").write_bytes((tiny_verifier / "config.json").read_bytes())
+    folders = {"EMPTY": str(tmp_path / "empty"), "WEIGHTLESS": str(tmp_path / "weightless")}
+    overrides = [
+        override.replace(name, folders[name]) for override in overrides for name in folders if name in override
+    ] or overrides
+    failed = run_job("prepare", recipe(), *overrides)
+    assert failed.code == 1
+    assert len(failed.errors) == 1
+    assert message in failed.errors[0]
+    assert "Traceback" not in failed.err
+    assert not (tmp_path / "dataset-inputs").exists()
+
+
+@pytest.mark.usefixtures("s3_server")
+@pytest.mark.parametrize(
+    ("uri", "environment", "message"),
+    [
+        ("s3://absent-bucket/x", {}, "no bucket 'absent-bucket'"),
+        ("s3://statehouse/x", {"AWS_SECRET_ACCESS_KEY": "wrong-secret"}, "refused these credentials"),
+    ],
+)
+def test_a_bucket_that_is_not_there_and_wrong_credentials_are_named(
+    recipe: Recipe, run_job: Run, uri: str, environment: dict[str, str], message: str
+) -> None:
+    failed = run_job("prepare", recipe(dataset={"uri": uri}), **environment)
+    assert failed.code == 1
+    assert message in failed.errors[0]
+    assert "wrong-secret" not in failed.err
+
+
+def test_more_replicas_than_the_cluster_can_hold_is_an_error_not_a_wait(
+    recipe: Recipe, prepared: Prepared, run_job: Run
+) -> None:
+    path = prepared(recipe(GIVEN[:5]))
+    failed = run_job("extract", path, "extraction.replica.gpus=8")
+    assert failed.code == 1
+    assert "8 GPUs, but the cluster has" in failed.errors[0]
+
+
+def test_every_recipe_key_of_the_tiny_recipe_is_known(recipe: Recipe) -> None:
+    assert load_recipe(recipe()).name == "tiny"
