@@ -86,6 +86,10 @@ def _stopped(_signal: int, _frame: FrameType | None) -> None:
 
 def start_ray() -> None:
     """Connects to the cluster this process belongs to, or starts a local Ray. Does nothing when already connected."""
+    cluster = os.environ.get("RAY_ADDRESS")
+    if not cluster or os.environ.get("RAY_AUTH_TOKEN") or (Path.home() / ".ray" / "auth_token").exists():
+        # A Ray that finds a token asks for it, but a driver sends it in this mode only, read when ray is imported.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     if ray.is_initialized():
@@ -93,7 +97,6 @@ def start_ray() -> None:
     environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cluster = os.environ.get("RAY_ADDRESS")
     runtime_env: dict[str, object] = {"env_vars": environment}
     root = str(Path(__file__).resolve().parent.parent)
     if cluster and not _submitted():

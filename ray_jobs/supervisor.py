@@ -68,7 +68,8 @@ class Supervisor:
             ready, _ = ray.wait(list(running), num_returns=1)
             for reference in ready:
                 task, actor = running.pop(reference)
-                load[actor] = load.get(actor, 1) - 1
+                if actor in load:  # not replaced already
+                    load[actor] -= 1
                 try:
                     result = ray.get(reference)
                 except ray.exceptions.RayTaskError as error:
@@ -145,4 +146,6 @@ def _reason(error: Exception) -> str:
     if ours:
         at = lines.index(ours[-1])
         return " ".join([ours[-1].split(": ", 1)[-1], *lines[at + 1 :]])
-    return lines[-1] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return lines[-1].split(" Some common causes")[0]  # a page of guesses follows

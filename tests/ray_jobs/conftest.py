@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 import yaml
@@ -86,10 +89,16 @@ def ray_cluster() -> Iterator[dict[str, str]]:
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets lie in it, and their paths must be short
     port, dashboard, client = free_ports(3)
     # A submitted job's `python` is the cluster's.
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {
+        **os.environ,
+        **token,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
     with open(Path(folder) / "log", "w") as log:
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--num-cpus=4", "--disable-usage-stats",
+            [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1",
+             "--num-cpus=4", "--disable-usage-stats",
              f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
              f"--temp-dir={folder}"],
             stdout=log, stderr=log, start_new_session=True, env=environment,
@@ -100,9 +109,16 @@ def ray_cluster() -> Iterator[dict[str, str]]:
             assert process.poll() is None, (Path(folder) / "log").read_text()
             assert time.monotonic() < deadline, (Path(folder) / "log").read_text()
             time.sleep(0.2)
-        yield {"RAY_ADDRESS": f"127.0.0.1:{port}", "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+        yield {
+            "RAY_ADDRESS": f"127.0.0.1:{port}",
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+            **token,
+        }
     finally:
-        process.terminate()
+        # SIGTERM would take it half a minute.
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         process.wait(30)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -112,7 +128,7 @@ def start_job(ray_cluster: dict[str, str]) -> Callable[..., subprocess.Popen[str
     """start_job(job, recipe, *overrides, **environment): a driver on the test's cluster."""
 
     def start(job: str, recipe: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        return start_driver(job, recipe, *arguments, **{"RAY_ADDRESS": ray_cluster["RAY_ADDRESS"], **environment})
+        return start_driver(job, recipe, *arguments, **{**ray_cluster, **environment})
 
     return start
 
