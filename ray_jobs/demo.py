@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from ray_jobs import coverage, extract, generate, job, prepare
-from ray_jobs.inputs import Inputs
+from ray_jobs.inputs import Inputs, open_verifier
 from ray_jobs.planning import print_plan
 from ray_jobs.prompts import load_tokenizer
 from ray_jobs.recipe import Recipe
 from ray_jobs.verifier import resolve_verifier
+from ray_jobs.worker import replicas_of
 from storage import open_dataset
 from storage.objects import open_store
 from vocab.counts import TokenCounts
 from vocab.coverage import percent
 from vocab.mapping import HEADER, TENSORS, DraftVocab
-
-STEPS = (
-    ("prepare", prepare.run, "prompts -> token ids, with the verifier's chat template"),
-    ("generate", generate.run, "the verifier answers them (on-policy), in SGLang, inside a Ray actor"),
-    ("extract", extract.run, "the verifier's hidden states -> a sealed Zarr dataset"),
-    ("coverage", coverage.run, "which draft vocabulary would cover these tokens, counted by Ray Data"),
-)
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
@@ -35,12 +30,24 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         print_plan(recipe)
         return
     began = time.monotonic()
-    seconds = {}
-    for number, (name, step, what) in enumerate(STEPS, 1):
-        print(f"\n[{number}/{len(STEPS)}] {name}: {what}", flush=True)
+    seconds: dict[str, float] = {}
+
+    def step(name: str, what: str, work: Callable[[], None]) -> None:
+        print(f"\n[{len(seconds) + 1}/4] {name}: {what}", flush=True)
         step_began = time.monotonic()
-        step(recipe, args)
+        work()
         seconds[name] = time.monotonic() - step_began
+
+    what = "prompts -> token ids, with the verifier's chat template"
+    step("prepare", what, lambda: prepare.run(recipe, args))
+    job.start_ray()
+    with replicas_of(recipe, open_verifier(recipe)) as replicas:  # one start of the engines for both jobs
+        what = "the verifier answers them (on-policy), in SGLang inside Ray actors"
+        step("generate", what, lambda: generate.run(recipe, args, replicas))
+        what = "the verifier's hidden states -> a sealed Zarr dataset"
+        step("extract", what, lambda: extract.run(recipe, args, replicas))
+    what = "which draft vocabulary would cover these tokens, counted by Ray Data"
+    step("coverage", what, lambda: coverage.run(recipe, args))
     summarise(recipe, args.recipe, seconds, time.monotonic() - began)
 
 

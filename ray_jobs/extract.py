@@ -7,6 +7,7 @@ found and kept, and nothing is ever written twice. `--repair` first deletes shar
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 from typing import Any
 
@@ -18,8 +19,8 @@ from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verif
 from ray_jobs.planning import print_plan
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
-from ray_jobs.supervisor import Supervisor, require_resources
-from ray_jobs.worker import ExtractUnit, make_actor
+from ray_jobs.supervisor import Supervisor
+from ray_jobs.worker import ExtractUnit, replicas_of
 from storage import layout
 from storage.commit import publish_plan
 from storage.errors import DatasetNotSealed, ShardCorrupt
@@ -47,7 +48,8 @@ def calibration_batch(plan: Plan, sequences: pa.Table, count: int) -> list[np.nd
     return [np.array(sequences["token_ids"][int(row)].as_py(), np.int32) for row in rows]
 
 
-def run(recipe: Recipe, args: argparse.Namespace) -> None:
+def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = None) -> None:
+    """replicas: to be used and left running; by default the job's own."""
     if args.plan:
         print_plan(recipe)
         return
@@ -73,7 +75,10 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     )
     seal = _sealed(store)
     if seal is None:
-        _fill(recipe, store, plan, sequences, verifier.capture_layers, repair=args.repair)
+        if missing := missing_shards(store, plan, repair=args.repair):
+            job.start_ray()
+            with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
+                _fill(recipe, store, plan, sequences, missing, supervisor)
         seal = seal_dataset(store, plan, provenance(recipe))
     elif args.repair:
         job.log.warning(
@@ -110,51 +115,34 @@ def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool) -> set[int]:
 
 
 def _fill(
-    recipe: Recipe,
-    store: ObjectStore,
-    plan: Plan,
-    sequences: pa.Table,
-    capture_layers: tuple[int, ...],
-    *,
-    repair: bool,
+    recipe: Recipe, store: ObjectStore, plan: Plan, sequences: pa.Table, missing: set[int], supervisor: Supervisor
 ) -> None:
-    missing = missing_shards(store, plan, repair=repair)
-    if not missing:
-        return
-    job.start_ray()
-    require_resources(recipe.extraction)
-    supervisor = Supervisor(lambda: make_actor(recipe, capture_layers), "extract", recipe.extraction)
     done_before = plan.geometry.shards - len(missing)
     job.log.info("extract start shards=%d finished_before=%d", len(missing), done_before)
     uri = store.uri  # absolute: a worker may run in another folder
-    try:
-        if not ShardWriter(store, shard_identity(plan)).calibrated:
-            supervisor.call(
-                "calibrate", uri, calibration_batch(plan, sequences, recipe.extraction.calibration_sequences)
-            )
-        units = make_units(plan, sequences, missing)
-        # Two drivers started at once walk the shards in different orders, and so share most of the work.
-        random.shuffle(units)
-        progress = job.Progress("extract", "shards", plan.geometry.shards, done_before)
-        stored = {"bytes": 0, "adopted": 0}
+    if not ShardWriter(store, shard_identity(plan)).calibrated:
+        supervisor.call("calibrate", uri, calibration_batch(plan, sequences, recipe.extraction.calibration_sequences))
+    units = make_units(plan, sequences, missing)
+    # Two drivers started at once walk the shards in different orders, and so share most of the work.
+    random.shuffle(units)
+    progress = job.Progress("extract", "shards", plan.geometry.shards, done_before)
+    stored = {"bytes": 0, "adopted": 0}
 
-        def done(work: tuple[str, ExtractUnit], result: dict[str, Any]) -> None:
-            stored["bytes"] += result["data_bytes"]
-            stored["adopted"] += not result["created"]
-            if result.get("non_finite"):
-                job.log.warning("shard=%d non_finite=%d", result["shard"], result["non_finite"])
-            seconds = max(progress.seconds, 1e-9)
-            progress.step(
-                work[1].tokens,
-                stored_MB_per_s=f"{stored['bytes'] / 1e6 / seconds:.2f}",
-                adopted=stored["adopted"],
-                restarts=supervisor.restarts,
-                replicas=len(supervisor.actors),
-            )
+    def done(work: tuple[str, ExtractUnit], result: dict[str, Any]) -> None:
+        stored["bytes"] += result["data_bytes"]
+        stored["adopted"] += not result["created"]
+        if result.get("non_finite"):
+            job.log.warning("shard=%d non_finite=%d", result["shard"], result["non_finite"])
+        seconds = max(progress.seconds, 1e-9)
+        progress.step(
+            work[1].tokens,
+            stored_MB_per_s=f"{stored['bytes'] / 1e6 / seconds:.2f}",
+            adopted=stored["adopted"],
+            restarts=supervisor.restarts,
+            replicas=len(supervisor.actors),
+        )
 
-        supervisor.run([(uri, unit) for unit in units], done)
-    finally:
-        supervisor.stop()
+    supervisor.run("extract", [(uri, unit) for unit in units], done)
 
 
 if __name__ == "__main__":

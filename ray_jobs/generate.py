@@ -6,6 +6,7 @@ Exact token ids are kept. Finished work units are objects of their own, so a kil
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 from typing import Any
 
@@ -16,8 +17,8 @@ from ray_jobs.inputs import Inputs, open_verifier, sampling_hash
 from ray_jobs.planning import print_plan
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import Sampling
-from ray_jobs.supervisor import Supervisor, require_resources
-from ray_jobs.worker import GenerateUnit, make_actor
+from ray_jobs.supervisor import Supervisor
+from ray_jobs.worker import GenerateUnit, replicas_of
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
@@ -45,7 +46,8 @@ def make_units(recipe: Recipe, prompts: list[dict[str, Any]]) -> list[GenerateUn
     return units
 
 
-def run(recipe: Recipe, args: argparse.Namespace) -> None:
+def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = None) -> None:
+    """replicas: to be used and left running; by default the job's own."""
     if args.plan:
         print_plan(recipe)
         return
@@ -61,12 +63,10 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         job.log.info("generate done prompts=%d, all answered before", len(wanted))
         return
     job.start_ray()
-    require_resources(recipe.extraction)
     units = make_units(recipe, pending)
     job.log.info(
         "generate start prompts=%d answered_before=%d units=%d", len(pending), len(wanted) - len(pending), len(units)
     )
-    supervisor = Supervisor(lambda: make_actor(recipe, verifier.capture_layers), "generate", recipe.extraction)
     progress = job.Progress("generate", "units", len(units))
     finishes: dict[str, int] = {}
 
@@ -88,10 +88,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
             finishes[row["finish_reason"]] = finishes.get(row["finish_reason"], 0) + 1
         progress.step(sum(len(row["token_ids"]) for row in rows), **finishes)
 
-    try:
-        supervisor.run(units, done)
-    finally:
-        supervisor.stop()
+    with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
+        supervisor.run("generate", units, done)
     job.log.info(
         "generate done prompts=%d tokens=%s seconds=%.1f where=%s/responses",
         len(wanted),

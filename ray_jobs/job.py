@@ -51,9 +51,9 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
     except StatehouseError as error:
         print(one_line(error), file=sys.stderr, flush=True)
         code = 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
         print("stopped; run the same command again to carry on where it stood", file=sys.stderr, flush=True)
-        code = 130
+        code = 143 if isinstance(stop, SystemExit) else 130
     else:
         code = 0
     shutdown_ray()
@@ -79,9 +79,7 @@ def one_line(error: StatehouseError) -> str:
 
 
 def _stopped(_signal: int, _frame: FrameType | None) -> None:
-    print("stopped by SIGTERM; run the same command again to carry on where it stood", file=sys.stderr, flush=True)
-    shutdown_ray()
-    sys.exit(143)
+    raise SystemExit(143)  # unwinds, so that replicas are ended in order
 
 
 def start_ray() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ray_jobs import job
 from ray_jobs.recipe import ExtractionConfig
@@ -38,18 +38,24 @@ def require_resources(config: ExtractionConfig) -> None:
 
 
 class Supervisor:
-    """Runs `method` of replica actors over units.
+    """Runs a method of replica actors over units. Actors start when they are first needed, and stay until `stop`.
 
     make_actor: starts one actor (its constructor may take minutes). Errors in a unit that are a StatehouseError of the
     store or the data end the job with that very error; a ReplicaFailed or a dead actor costs the unit an attempt.
     """
 
-    def __init__(self, make_actor: Callable[[], Any], method: str, config: ExtractionConfig) -> None:
-        self.make_actor, self.method, self.config = make_actor, method, config
+    def __init__(self, make_actor: Callable[[], Any], config: ExtractionConfig) -> None:
+        self.make_actor, self.config = make_actor, config
         self.actors: list[Any] = []
         self.restarts = 0
 
-    def run(self, units: Iterable[Any], done: Callable[[Any, Any], None]) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def run(self, method: str, units: Iterable[Any], done: Callable[[Any, Any], None]) -> None:
         """Calls done(unit, result) for each unit, in the order in which they finish. Raises StatehouseError."""
         import ray
 
@@ -63,7 +69,7 @@ class Supervisor:
         while waiting or running:
             while waiting and (actor := min(load, key=lambda one: load[one])) and load[actor] < IN_FLIGHT:
                 task = waiting.popleft()
-                running[getattr(actor, self.method).remote(task.unit)] = (task, actor)
+                running[getattr(actor, method).remote(task.unit)] = (task, actor)
                 load[actor] += 1
             ready, _ = ray.wait(list(running), num_returns=1)
             for reference in ready:

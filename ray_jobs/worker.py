@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ray_jobs.inputs import Verifier
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import Sampling, open_replica
+from ray_jobs.supervisor import Supervisor, require_resources
 from ray_jobs.verifier import resolve_verifier
 from storage.errors import ReplicaFailed
 from storage.shard import to_bits
@@ -106,10 +108,14 @@ class ReplicaActor:
         self._replica.stop()
 
 
-def make_actor(recipe: Recipe, capture_layers: tuple[int, ...]) -> Any:
-    """Starts a ReplicaActor with the CPUs and GPUs of the recipe. Returns at once; the engine starts in the background."""
+def replicas_of(recipe: Recipe, verifier: Verifier) -> Supervisor:
+    """A supervisor of ReplicaActors with the CPUs and GPUs of the recipe. Needs Ray.
+
+    Raises ReplicaFailed when the cluster cannot hold them.
+    """
     import ray
 
+    require_resources(recipe.extraction)
     config = recipe.extraction.replica
-    remote = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_concurrency=2, max_restarts=0)(ReplicaActor)
-    return remote.remote(recipe, capture_layers)
+    actor = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_concurrency=2, max_restarts=0)(ReplicaActor)
+    return Supervisor(lambda: actor.remote(recipe, verifier.capture_layers), recipe.extraction)

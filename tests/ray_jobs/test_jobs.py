@@ -149,8 +149,14 @@ def test_a_driver_killed_half_way_is_carried_on_without_redoing_finished_shards(
 ) -> None:
     path = prepared(recipe(GIVEN, dataset={"shard_tokens": 1024}))
     uri = tmp_path / "dataset"
+    stopped = start_job("extract", path)
+    wait_for_shards(uri, 2)
+    stopped.terminate()  # as `ray job stop` does
+    _, err = stopped.communicate(timeout=60)
+    assert stopped.returncode == 143
+    assert "run the same command again" in err
     process = start_job("extract", path)
-    wait_for_shards(uri, 3)
+    wait_for_shards(uri, len(shard_times(uri)) + 2)
     process.kill()
     process.wait()
     time.sleep(3)  # Ray notices and ends the driver's actors
