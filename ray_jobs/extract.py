@@ -142,7 +142,7 @@ def _fill(
             replicas=len(supervisor.actors),
         )
 
-    supervisor.run("extract", [(uri, unit) for unit in units], done)
+    supervisor.run("extract", [(uri, unit) for unit in units], done, progress.wait)
 
 
 if __name__ == "__main__":

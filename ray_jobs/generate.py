@@ -89,7 +89,7 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
         progress.step(sum(len(row["token_ids"]) for row in rows), **finishes)
 
     with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
-        supervisor.run("generate", units, done)
+        supervisor.run("generate", units, done, progress.wait)
     job.log.info(
         "generate done prompts=%d tokens=%s seconds=%.1f where=%s/responses",
         len(wanted),

@@ -98,7 +98,9 @@ def inputs_hash(recipe: Recipe, verifier: Verifier) -> str:
 def sampling_hash(recipe: Recipe, verifier: Verifier) -> str:
     """Responses drawn under another hash are other responses."""
     settings = recipe.generation.model_dump(mode="json", exclude={"batch_size"})
-    return sha256_json({**settings, "verifier": verifier.facts["config_hash"], "max_length": recipe.dataset.max_length})
+    return sha256_json(
+        {**settings, "verifier": verifier.facts["weights_hash"], "max_length": recipe.dataset.max_length}
+    )
 
 
 class Inputs:

@@ -163,17 +163,22 @@ class Progress:
             self.last = now
             log.info("%s", self.line(now))
 
+    def wait(self, in_flight: int) -> None:
+        """A line for a while in which nothing finished."""
+        log.info("%s in_flight=%d seconds=%.0f", self.line(time.monotonic()), in_flight, self.seconds)
+
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
     def line(self, now: float) -> str:
         seconds = max(now - self.began, 1e-9)
-        left = (self.total - self.done) * seconds / max(1, self.done - self.at_start)
+        finished = self.done - self.at_start
+        eta = f"{(self.total - self.done) * seconds / finished:.0f}s" if finished else "unknown"
         extra = "".join(f" {key}={value}" for key, value in self.extra.items())
         return (
             f"{self.job} {self.unit}={self.done}/{self.total} tokens={self.tokens:,} "
-            f"tokens_per_s={self.tokens / seconds:,.0f} eta={left:.0f}s{extra}"
+            f"tokens_per_s={self.tokens / seconds:,.0f} eta={eta}{extra}"
         )
 
 

@@ -1,8 +1,8 @@
 """Rows of the user's files -> tokenised prompts or rejects with a reason. Pure but for reading files.
 
 A row is one of
-- `messages` (OpenAI style) or `conversations` is not guessed at: `messages` that end with a user turn are answered by
-  `generate`; that end with an assistant turn are a given response;
+- `messages` (OpenAI style): that end with a user turn are answered by `generate`, that end with an assistant turn are a
+  given response;
 - `prompt`: a string, the same as one user turn; with `response`, a given response;
 - `token_ids` (+ `loss_mask`): a whole sequence, tokenised already.
 Loss masks come from token ids: prompt and response are tokenised apart, never searched for in text.
@@ -93,7 +93,7 @@ def expand(path: str) -> list[str]:
         filesystem, pattern = fsspec.url_to_fs(path)
         found = sorted(filesystem.glob(pattern)) if any(c in path for c in "*?[") else [pattern]
         found = [name for name in found if filesystem.isfile(name)]
-    except (OSError, ImportError, ValueError) as error:
+    except Exception as error:  # every file system of fsspec has errors of its own (botocore's are no OSErrors)
         raise RecipeError(
             f"prompts: {path}: cannot be read ({_first_line(error)}); check the path and credentials"
         ) from None
@@ -121,7 +121,7 @@ def read_rows(path: str, limit: int | None = None) -> Iterator[tuple[str, dict[s
                     return
                 rows += 1
                 yield f"{path}:{number}", _parse(line)
-    except (OSError, UnicodeDecodeError, EOFError, pa.ArrowException) as error:
+    except Exception as error:  # likewise, and those of the decompressors and of Parquet
         raise RecipeError(
             f"prompts: {path}: cannot be read ({_first_line(error)}); expected JSONL or Parquet"
         ) from None

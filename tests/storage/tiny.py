@@ -21,6 +21,7 @@ def contract(**changes: object) -> Contract:
     fields = {
         "verifier": "tiny",
         "config_hash": "c",
+        "weights_hash": "w",
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
         "num_layers": 8,
