@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from ray_jobs.recipe import Recipe
 from ray_jobs.verifier import default_capture_layers, describe_verifier, resolve_verifier
+from storage.commit import digest
 from storage.contract import Contract, sha256_json
 from storage.errors import RecipeError, StatehouseError
 from storage.layout import parquet_bytes
@@ -114,10 +115,11 @@ class Inputs:
         return f"{self.store.uri}/{REJECTS}"
 
     def write_prompts(self, prompts: pa.Table, summary: dict[str, Any]) -> None:
-        """prepare.json goes last: without it, or with another hash in it, prompts.parquet does not count."""
+        """prepare.json goes last and names the digest of prompts.parquet, so that no mixture of two runs counts."""
         data = parquet_bytes(prompts)
         self.store.delete(PREPARED)
         self.store.put(PROMPTS, data)
+        summary = {**summary, "prompts_sha256": digest(data)}
         self.store.put(PREPARED, json.dumps(summary, indent=1, sort_keys=True).encode() + b"\n")
 
     def read_summary(self) -> dict[str, Any] | None:
@@ -139,9 +141,12 @@ class Inputs:
                 f"{self.store.uri}: prepared from other prompts, dataset.max_length or tokeniser than this recipe's; {again}"
             )
         try:
-            return pq.read_table(pa.BufferReader(self.store.get(PROMPTS)))
-        except (ObjectMissing, pa.ArrowException):
-            raise StatehouseError(f"{self.store.uri}/{PROMPTS}: missing or damaged; {again}") from None
+            data = self.store.get(PROMPTS)
+        except ObjectMissing:
+            data = b""
+        if digest(data) != summary.get("prompts_sha256"):
+            raise StatehouseError(f"{self.store.uri}/{PROMPTS}: missing or not what {PREPARED} names; {again}")
+        return pq.read_table(pa.BufferReader(data))
 
     def write_responses(self, rows: list[dict[str, Any]]) -> bool:
         """One finished work unit; False when another driver was first with the same prompts."""

@@ -1,0 +1,90 @@
+"""What lies between the jobs: nothing half-written, stale or mixed counts as prepared, and responses join by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
+from ray_jobs.recipe import Recipe, load_recipe
+from storage.errors import RecipeError, StatehouseError
+
+Make = Callable[..., Path]
+Prepared = Callable[[Path], Path]
+
+
+def response(prompt: str, tokens: list[int], sampling: str, finish: str = "stop") -> dict[str, object]:
+    row = {"prompt_id": prompt, "token_ids": np.array(tokens, np.int32), "finish_reason": finish}
+    return {**row, "sampling_hash": sampling, "temperature": 0.7, "top_p": 1.0, "seed": 1}
+
+
+@pytest.fixture
+def ready(recipe: Make, prepared: Prepared) -> Recipe:
+    return load_recipe(prepared(recipe([{"prompt": f"Question {n}?"} for n in range(4)])))
+
+
+def test_prompts_of_an_interrupted_or_mixed_prepare_do_not_count(ready: Recipe) -> None:
+    inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
+    assert len(inputs.read_prompts(ready, verifier, "generate")) == 4
+    whole = inputs.store.get("prompts.parquet")
+    for damaged in (whole[:-1], b"", whole[:100] + b"x" + whole[101:]):
+        inputs.store.put("prompts.parquet", damaged)
+        with pytest.raises(StatehouseError, match="not what prepare.json names"):
+            inputs.read_prompts(ready, verifier, "generate")
+    inputs.store.put("prompts.parquet", whole)
+    inputs.store.delete("prepare.json")
+    with pytest.raises(StatehouseError, match="no prepared prompts"):
+        inputs.read_prompts(ready, verifier, "generate")
+
+
+def test_sequences_are_prompt_and_response_with_the_mask_on_the_response(ready: Recipe) -> None:
+    inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
+    prompts = inputs.read_prompts(ready, verifier, "extract")
+    sampling = sampling_hash(ready, verifier)
+    ids = prompts["id"].to_pylist()
+    assert inputs.write_responses([response(ids[0], [7, 8, 2], sampling), response(ids[1], [9], sampling, "length")])
+    with pytest.raises(StatehouseError, match="2 of 4 prompts have no response yet"):
+        compose_sequences(prompts, inputs.read_responses(sampling), inputs.uri)
+    assert inputs.write_responses([response(ids[2], [5, 2], sampling), response(ids[3], [], sampling)])
+    assert not inputs.write_responses([response(ids[2], [6, 2], sampling), response(ids[3], [1], sampling)])
+    table, counts = compose_sequences(prompts, inputs.read_responses(sampling), inputs.uri)
+    assert counts == {"given": 0, "generated": 3, "length_capped": 1, "empty": 1, "duplicates": 0}
+    said = {tuple(np.array(row["token_ids"])[np.array(row["loss_mask"])].tolist()) for row in table.to_pylist()}
+    assert said == {(7, 8, 2), (9,), (5, 2)}
+    questions = dict(zip(ids, prompts["token_ids"].to_pylist(), strict=True))
+    for row in table.to_pylist():
+        assert np.array(row["token_ids"])[~np.array(row["loss_mask"])].tolist() in list(questions.values())
+
+
+def test_responses_drawn_with_other_settings_are_other_responses(ready: Recipe) -> None:
+    inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
+    hotter = ready.model_copy(update={"generation": ready.generation.model_copy(update={"temperature": 1.0})})
+    batch = ready.model_copy(update={"generation": ready.generation.model_copy(update={"batch_size": 3})})
+    assert sampling_hash(hotter, verifier) != sampling_hash(ready, verifier) == sampling_hash(batch, verifier)
+    inputs.write_responses([response("p", [1], sampling_hash(hotter, verifier))])
+    assert inputs.read_responses(sampling_hash(ready, verifier)) == {}
+
+
+def test_a_damaged_response_file_is_named(ready: Recipe) -> None:
+    inputs = Inputs(ready.dataset.inputs_uri)
+    inputs.store.put("responses/x.parquet", b"junk")
+    with pytest.raises(StatehouseError, match=r"responses/x\.parquet: damaged; delete it"):
+        inputs.read_responses("s")
+
+
+def test_the_contract_says_what_the_verifier_is(ready: Recipe) -> None:
+    contract = make_contract(ready, open_verifier(ready))
+    assert (contract.vocab_size, contract.hidden_size, contract.num_layers) == (49152, 64, 8)
+    assert contract.capture_layers == (1, 3, 4)
+    assert contract.layers == 4
+    assert contract.engine == "transformers"
+
+
+def test_a_shape_that_is_not_the_verifiers_is_refused(recipe: Make, tiny_verifier: Path) -> None:
+    shape = {"vocab_size": 49152, "hidden_size": 128, "num_layers": 8}
+    path = recipe(verifier={"model": str(tiny_verifier), "shape": shape})
+    with pytest.raises(RecipeError, match=r"verifier.shape.hidden_size is 128, but .* says 64"):
+        open_verifier(load_recipe(path))
