@@ -74,10 +74,15 @@ def _seal(uri: str) -> tuple[PlanDocument, Seal | None]:
 
 def _ls(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Lists the datasets at or under a URI, up to three folders down."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     table = Table("dataset", "verifier", "sequences", "tokens", "stored", "state")
     for uri in find_datasets(args.uri):
-        plan, seal = _seal(uri)
+        try:
+            plan, seal = _seal(uri)
+        except StatehouseError as error:  # one bad dataset must not hide the others
+            rows.append({"uri": uri, "error": str(error)})
+            table.add_row(uri, "-", "-", "-", "-", f"unreadable: {error}")
+            continue
         rows.append(
             {
                 "uri": uri,

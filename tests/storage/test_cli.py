@@ -38,6 +38,15 @@ def test_ls_finds_datasets_under_a_prefix(uri: str, capsys: pytest.CaptureFixtur
     assert seal.fingerprint[:12] in table
 
 
+def test_one_unreadable_dataset_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sealed(str(tmp_path / "a"))
+    sealed(str(tmp_path / "b"))
+    (tmp_path / "a" / "plan.json").write_text("{")
+    rows = json.loads(run(capsys, "ls", str(tmp_path), "--json"))
+    assert ["error" in row for row in rows] == [True, False]
+    assert "unreadable" in run(capsys, "ls", str(tmp_path))
+
+
 def test_info_tells_what_the_dataset_holds(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, seal = sealed(uri)
     text = run(capsys, "info", uri)
