@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ray_jobs import job
 from ray_jobs.inputs import open_verifier
-from ray_jobs.planning import print_plan
 from ray_jobs.prompts import load_tokenizer
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
@@ -100,9 +99,6 @@ def special_ids(recipe: Recipe, dataset: Dataset) -> list[int]:
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
-    if args.plan:
-        print_plan(recipe)
-        return
     dataset = open_dataset(recipe.dataset.uri)
     contract = dataset.contract
     wanted = recipe.vocab.size

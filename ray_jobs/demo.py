@@ -13,7 +13,6 @@ import numpy as np
 
 from ray_jobs import coverage, extract, generate, job, prepare
 from ray_jobs.inputs import Inputs, open_verifier
-from ray_jobs.planning import print_plan
 from ray_jobs.prompts import load_tokenizer
 from ray_jobs.recipe import Recipe
 from ray_jobs.verifier import resolve_verifier
@@ -26,9 +25,6 @@ from vocab.mapping import HEADER, TENSORS, DraftVocab
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
-    if args.plan:
-        print_plan(recipe)
-        return
     began = time.monotonic()
     seconds: dict[str, float] = {}
 

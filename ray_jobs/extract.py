@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from ray_jobs import job
 from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
-from ray_jobs.planning import print_plan
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.supervisor import Supervisor
@@ -50,9 +49,6 @@ def calibration_batch(plan: Plan, sequences: pa.Table, count: int) -> list[np.nd
 
 def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = None) -> None:
     """replicas: to be used and left running; by default the job's own."""
-    if args.plan:
-        print_plan(recipe)
-        return
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
     prompts = inputs.read_prompts(recipe, verifier, "extract")

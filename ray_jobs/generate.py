@@ -14,7 +14,6 @@ import numpy as np
 
 from ray_jobs import job
 from ray_jobs.inputs import Inputs, open_verifier, sampling_hash
-from ray_jobs.planning import print_plan
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import Sampling
 from ray_jobs.supervisor import Supervisor
@@ -48,9 +47,6 @@ def make_units(recipe: Recipe, prompts: list[dict[str, Any]]) -> list[GenerateUn
 
 def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = None) -> None:
     """replicas: to be used and left running; by default the job's own."""
-    if args.plan:
-        print_plan(recipe)
-        return
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
     prompts = inputs.read_prompts(recipe, verifier, "generate")

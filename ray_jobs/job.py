@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from ray_jobs.planning import print_plan
 from ray_jobs.recipe import Recipe, load_recipe
 from storage.errors import RecipeError, StatehouseError
 
@@ -46,11 +47,17 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
     signal.signal(signal.SIGTERM, _stopped)
     try:
         recipe = load_recipe(args.recipe, args.overrides)
-        _require_lasting(recipe.dataset.uri)
-        run(recipe, args)
+        if args.plan:
+            print_plan(recipe)
+        else:
+            _require_lasting(recipe.dataset.uri)
+            run(recipe, args)
     except StatehouseError as error:
         print(one_line(error), file=sys.stderr, flush=True)
         code = 1
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     except (KeyboardInterrupt, SystemExit) as stop:
         print("stopped; run the same command again to carry on where it stood", file=sys.stderr, flush=True)
         code = 143 if isinstance(stop, SystemExit) else 130

@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from ray_jobs import job
 from ray_jobs.inputs import Inputs, Verifier, inputs_hash, open_verifier
-from ray_jobs.planning import print_plan
 from ray_jobs.prompts import (
     PROMPTS_SCHEMA,
     REJECTS_SCHEMA,
@@ -89,9 +88,6 @@ def collect(recipe: Recipe, verifier: Verifier, files: list[dict[str, Any]]) -> 
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
-    if args.plan:
-        print_plan(recipe)
-        return
     files = input_files(recipe)
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,8 @@ from storage.errors import DatasetMissing, PlanConflict, ShardCorrupt, Statehous
 from storage.objects import ObjectMissing, ObjectStore
 from storage.plan import PLAN_SCHEMA, Geometry, Plan
 from storage.zarr_array import decode_chunk, encode_chunk
+
+Document = TypeVar("Document", bound=BaseModel)
 
 
 class ObjectDigest(BaseModel):
@@ -86,22 +88,24 @@ def load_json(store: ObjectStore, key: str) -> Any:
     return document
 
 
+def load_document(store: ObjectStore, key: str, model: type[Document]) -> Document:
+    """A JSON document of ours as its model. Raises ObjectMissing, or ShardCorrupt naming the field that is wrong."""
+    try:
+        return model.model_validate(load_json(store, key))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ShardCorrupt(f"{store.uri}/{key}: field {field}: {first['msg']}; restore it from a copy") from None
+
+
 def load_plan_document(store: ObjectStore) -> PlanDocument:
     """Raises DatasetMissing when nothing is planned here, ShardCorrupt when plan.json is damaged."""
     try:
-        document = load_json(store, layout.PLAN)
+        return load_document(store, layout.PLAN, PlanDocument)
     except ObjectMissing:
         raise DatasetMissing(
             f"{store.uri}: there is no dataset here (no {layout.PLAN}); check the URI or make one with "
             "`python -m ray_jobs.extract RECIPE`"
-        ) from None
-    try:
-        return PlanDocument.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ShardCorrupt(
-            f"{store.uri}/{layout.PLAN}: field {field}: {first['msg']}; restore it from a copy"
         ) from None
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from storage import layout
-from storage.commit import digest, load_json, load_offset, offset_hash, package_versions
+from storage.commit import digest, load_document, load_offset, offset_hash, package_versions
 from storage.contract import canonical_json, sha256_json
 from storage.errors import DatasetNotSealed, ShardCorrupt
 from storage.objects import ObjectMissing, ObjectStore
@@ -158,19 +158,11 @@ def seal_dataset(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | No
 def load_seal(store: ObjectStore) -> Seal:
     """Raises DatasetNotSealed when there is none, ShardCorrupt when it is damaged."""
     try:
-        document = load_json(store, layout.SEAL)
+        return load_document(store, layout.SEAL, Seal)
     except ObjectMissing:
         raise DatasetNotSealed(
             f"{store.uri}: not sealed, so shards may be missing; finish it with `python -m ray_jobs.extract RECIPE`, "
             "or open it with partial=True (--partial) to see the finished shards only"
-        ) from None
-    try:
-        return Seal.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ShardCorrupt(
-            f"{store.uri}/{layout.SEAL}: field {field}: {first['msg']}; restore it from a copy"
         ) from None
 
 

@@ -66,7 +66,7 @@ class TransformersReplica(Replica):
 
         with self._lock, torch.inference_mode():
             model = self._started()
-            inputs = torch.as_tensor(ids, dtype=torch.long, device=model.device)[None]
+            inputs = torch.tensor(ids, dtype=torch.long, device=model.device)[None]
             hidden = model(inputs, output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
             # hidden[0] is the embedding, hidden[v + 1] the output of layer v, hidden[-1] normed.
             slots = [hidden[layer + 1][0] for layer in self.capture_layers] + [hidden[-1][0]]
@@ -101,7 +101,7 @@ class TransformersReplica(Replica):
                     "top_p": sampling.top_p,
                     "top_k": 0,
                 }
-            inputs = torch.as_tensor(prompt, dtype=torch.long, device=model.device)[None]
+            inputs = torch.tensor(prompt, dtype=torch.long, device=model.device)[None]
             out = model.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
