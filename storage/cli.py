@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from storage.commit import PlanDocument, load_plan_document
@@ -83,7 +84,7 @@ def _ls(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
             plan, seal = _seal(uri)
         except StatehouseError as error:  # one bad dataset must not hide the others
             rows.append({"uri": uri, "error": str(error)})
-            table.add_row(uri, "-", "-", "-", "-", f"unreadable: {error}")
+            table.add_row(escape(uri), "-", "-", "-", "-", escape(f"unreadable: {error}"))
             continue
         rows.append(
             {
@@ -97,8 +98,8 @@ def _ls(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
             }
         )
         table.add_row(
-            uri,
-            plan.contract.verifier,
+            escape(uri),
+            escape(plan.contract.verifier),
             f"{plan.sequences:,}",
             f"{plan.tokens:,}",
             size(seal.stored_bytes) if seal else "-",
@@ -141,9 +142,9 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         document["layer_rms"] = _layer_rms(dataset)
         rows["sources"] = ", ".join(f"{name} {count:,}" for name, count in document["sources"].items())
         rows["layer rms"] = ", ".join(f"{value:,.1f}" for value in document["layer_rms"])
-    table = Table(show_header=False, title=args.uri, title_justify="left")
+    table = Table(show_header=False, title=escape(args.uri), title_justify="left")
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)
     return document
 
@@ -172,13 +173,15 @@ def _head(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
         hidden = states.hidden[: args.tokens].astype(np.float32)
         rms = np.sqrt((hidden**2).mean(-1))
         title = f"{index}: {states.id} {states.source}, {len(states.token_ids):,} tokens, {int(states.loss_mask.sum()):,} with loss"
-        table = Table("position", "token", "text", "loss", *names, title=title, title_justify="left")
+        table = Table("position", "token", "text", "loss", *names, title=escape(title), title_justify="left")
         tokens = []
         for position in range(len(hidden)):
             token, loss = int(states.token_ids[position]), bool(states.loss_mask[position])
             text = decode(token)
             norms = [float(value) for value in rms[position]]
-            table.add_row(str(position), str(token), text, "x" if loss else "", *(f"{value:,.2f}" for value in norms))
+            table.add_row(
+                str(position), str(token), escape(text), "x" if loss else "", *(f"{value:,.2f}" for value in norms)
+            )
             tokens.append({"token_id": token, "text": text, "loss": loss, "rms": norms})
         console.print(table)
         rows.append({"id": states.id, "source": states.source, "length": len(states.token_ids), "tokens": tokens})

@@ -28,15 +28,15 @@ Document = TypeVar("Document", bound=BaseModel)
 
 
 class ObjectDigest(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
     bytes: int
     sha256: str
 
 
 class PlanDocument(BaseModel):
-    """plan.json."""
+    """plan.json. Keys of a later minor version are ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     format: str
     format_version: str

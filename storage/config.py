@@ -28,7 +28,7 @@ class DatasetConfig(BaseModel):
     # Tokens of the longest sequence, prompt and response; longer prompts are rejected, responses are capped.
     max_length: int = Field(default=8192, gt=1)
     # Tokens of a shard; the planner chooses about 512 MiB when it is left out.
-    shard_tokens: int | None = Field(default=None, gt=0)
+    shard_tokens: int | None = Field(default=None, gt=0, le=1 << 22)
     # Share of the prompts that may be rejected before `prepare` fails.
     max_reject_share: float = Field(default=0.0, ge=0, lt=1)
     expected: Expected | None = None

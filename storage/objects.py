@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlparse
+from urllib.parse import unquote, urlparse
 
 from storage.errors import StoreError
 
@@ -29,6 +29,10 @@ _DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Expir
 
 class ObjectMissing(StoreError):
     """No object at this key."""
+
+
+class _EmptyObject(StoreError):
+    """A range was asked of an object of zero bytes."""
 
 
 class ObjectStore(ABC):
@@ -71,6 +75,8 @@ class ObjectStore(ABC):
     def exists(self, key: str) -> bool:
         try:
             self.get_range(key, 0, 1)
+        except _EmptyObject:
+            return True
         except ObjectMissing:
             return False
         return True
@@ -94,7 +100,7 @@ class LocalStore(ObjectStore):
     """A folder of a POSIX file system."""
 
     def __init__(self, path: str | Path) -> None:
-        self.root = Path(path).absolute()
+        self.root = Path(path).expanduser().absolute()
         self.uri = str(self.root)
 
     def _path(self, key: str) -> Path:
@@ -150,11 +156,14 @@ class LocalStore(ObjectStore):
                 yield temporary, path
             finally:
                 temporary.unlink(missing_ok=True)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            for folder in (path.parent, *path.parent.parents):  # the folders may be new, too
+                descriptor = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                if folder in (self.root, self.root.parent):
+                    break
         except OSError as error:
             self._fail(error, key)
 
@@ -251,10 +260,17 @@ class RemoteStore(ObjectStore):
             if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
                 raise ObjectMissing(f"{where}: no such object") from None
             denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-            if code in _DENIED or isinstance(error, denied):
+            if code == "InvalidRange":
+                raise _EmptyObject(f"{where}: empty") from None
+            # 169.254.169.254 is where a cloud machine gets its credentials: asked last, when there are none.
+            if code in _DENIED or isinstance(error, denied) or "169.254.169.254" in str(error):
                 raise StoreError(
                     f"{self.uri}: the store refused these credentials ({code or 'access denied'}); "
-                    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL for other servers than AWS)"
+                    + (
+                        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL for other servers than AWS)"
+                        if self.uri.startswith("s3")
+                        else "set the credentials that this kind of store reads from the environment"
+                    )
                 ) from None
             raise StoreError(
                 f"{where}: the store failed ({code or _first_line(error)}); "
@@ -272,10 +288,12 @@ class RemoteStore(ObjectStore):
             return bytes(self._obstore.get_range(self._store, key, start=start, length=length))
 
     def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
-        with self._errors(key):
-            result = self._obstore.get(self._store, key, options={"range": {"suffix": length}})
-            size = result.meta["size"]
-            return bytes(result.bytes()), size
+        try:
+            with self._errors(key):
+                result = self._obstore.get(self._store, key, options={"range": {"suffix": length}})
+                return bytes(result.bytes()), result.meta["size"]
+        except _EmptyObject:
+            return b"", 0
 
     def create(self, key: str, data: bytes) -> bool:
         from obstore.exceptions import AlreadyExistsError
@@ -319,11 +337,15 @@ def _first_line(error: BaseException) -> str:
 def open_store(uri: str | Path) -> ObjectStore:
     """The store at a folder, `file://` or object-store URI. Opens nothing: errors come with the first request."""
     text = str(uri)
-    scheme = urlparse(text).scheme if "://" in text else ""
-    if scheme in ("", "file"):
-        return LocalStore(urlparse(text).path if scheme else text)
-    return RemoteStore(text)
-
-
-def join_uri(uri: str, *parts: str) -> str:
-    return "/".join([uri.rstrip("/"), *parts])
+    if "\0" in text or re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
+        raise StoreError(f"{text!r}: no URI; expected a folder or scheme://bucket/path such as s3://bucket/datasets/x")
+    if "://" not in text:
+        return LocalStore(text)
+    scheme, rest = text.split("://", 1)
+    if scheme.lower() != "file":
+        return RemoteStore(f"{scheme.lower()}://{rest}")
+    if not rest.startswith("/"):
+        raise StoreError(
+            f"{text}: a file URI has three slashes, as in file:///data/x; a relative folder is given without"
+        )
+    return LocalStore(unquote(rest))

@@ -96,6 +96,22 @@ def shard_tokens(total: int, longest: int, layers: int, hidden_size: int) -> int
     return -(-wanted // chunk) * chunk
 
 
+def shard_capacity(lengths: np.ndarray, layers: int, hidden_size: int, wanted: int | None = None) -> int:
+    """S: `wanted` rounded up to whole chunks, or the planner's choice. lengths: [n] int.
+
+    Raises StatehouseError when the longest sequence does not fit `wanted`.
+    """
+    longest, chunk = int(lengths.max()), chunk_tokens(layers, hidden_size)
+    if wanted is None:
+        return shard_tokens(int(lengths.sum(dtype=np.int64)), longest, layers, hidden_size)
+    if wanted < longest:
+        raise StatehouseError(
+            f"dataset.shard_tokens is {wanted}, but the longest sequence has {longest} tokens; "
+            f"set it to at least {longest} or leave it out"
+        )
+    return -(-wanted // chunk) * chunk
+
+
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Best fit decreasing: each length goes, longest first, into the fullest shard that still has room.
 
@@ -104,7 +120,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, in
     """
     shard = np.empty(len(lengths), np.int32)
     offset = np.empty(len(lengths), np.int32)
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    by_room: dict[int, list[int]] = {}
     rooms = 0  # bit r is set where a shard with room r is open: finds the tightest fit with two big-int operations
     shards = 0
     for index in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
@@ -120,7 +136,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, in
             shards += 1
         shard[index], offset[index] = place, capacity - room
         if left := room - length:
-            by_room[left].append(place)
+            by_room.setdefault(left, []).append(place)
             rooms |= 1 << left
     return shard, offset, shards
 
@@ -207,17 +223,9 @@ def make_plan(sequences: pa.Table, contract: Contract, codec: str, *, shard_leng
             f"sequence {sequences['id'][row]} holds token id {ids[outside[0]]}, "
             f"outside the verifier's vocabulary of {contract.vocab_size}"
         )
-    longest = int(lengths.max())
     layers, hidden_size = contract.layers, contract.hidden_size
     chunk = chunk_tokens(layers, hidden_size)
-    if shard_length is None:
-        shard_length = shard_tokens(int(lengths.sum(dtype=np.int64)), longest, layers, hidden_size)
-    elif shard_length < longest:
-        raise StatehouseError(
-            f"dataset.shard_tokens is {shard_length}, but the longest sequence has {longest} tokens; "
-            f"set it to at least {longest} or leave it out"
-        )
-    capacity = -(-shard_length // chunk) * chunk
+    capacity = shard_capacity(lengths, layers, hidden_size, shard_length)
     shard, offset, shards = pack(lengths, capacity)
     table = pa.table(
         {

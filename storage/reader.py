@@ -21,7 +21,7 @@ from storage import layout
 from storage.commit import get_checked, load_offset, load_plan, load_plan_document, offset_hash
 from storage.contract import Contract
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
-from storage.objects import ObjectMissing, ObjectStore, open_store
+from storage.objects import LocalStore, ObjectMissing, ObjectStore, open_store
 from storage.seal import Seal, load_seal, load_shards_table, scan_shards
 from storage.shard import Footer, decode_rows, read_footer
 from storage.writer import shard_identity
@@ -97,6 +97,13 @@ class Dataset:
                     "objects of two datasets were mixed: restore them from a copy"
                 )
         table = load_shards_table(self.store, seal)
+        sizes = self.store.sizes("hidden")
+        for shard, size in zip(table["shard"].to_pylist(), table["object_bytes"].to_pylist(), strict=True):
+            key = layout.shard_key(shard)
+            if sizes.get(key) != size:
+                raise ShardCorrupt(
+                    f"{self.uri}/{key}: {sizes.get(key, 'no')} bytes, sealed with {size}; restore the object from a copy"
+                )
         columns = (table[name].to_pylist() for name in ("shard", "data_sha256", "index_sha256"))
         return {shard: (data, index) for shard, data, index in zip(*columns, strict=True)}
 
@@ -170,9 +177,10 @@ class Dataset:
 
     def stream(self, order: Sequence[int] | None = None, *, ahead: int = 4) -> Iterator[States]:
         """Sequences in `order` (default: as they lie in the store), at most `ahead` of them read in advance."""
+        ahead = max(1, ahead)
         if order is None:
             order = np.argsort(self._columns["start"]).tolist()
-        with ThreadPoolExecutor(max(1, ahead)) as pool:
+        with ThreadPoolExecutor(ahead) as pool:
             waiting = [pool.submit(self.read, index) for index in order[:ahead]]
             for index in [*order[ahead:], *[None] * len(waiting)]:
                 states = waiting.pop(0).result()
@@ -183,9 +191,6 @@ class Dataset:
     def shards_table(self) -> pa.Table:
         """Receipts of all shards (`storage.seal.SHARDS_SCHEMA`). Raises DatasetNotSealed."""
         return load_shards_table(self.store, self.seal or load_seal(self.store))
-
-    def shard_of(self, index: int) -> int:
-        return self._place(index)[2]
 
     def _footer(self, shard: int) -> Footer:
         if (footer := self._footers.get(shard)) is not None:
@@ -239,7 +244,7 @@ def find_datasets(uri: str, *, depth: int = 3) -> list[str]:
                 if not name.startswith("."):
                     look(f"{prefix}/{name}" if prefix else name, left - 1)
 
-    if store.exists(""):
+    if isinstance(store, LocalStore) and store.root.is_file():
         raise StatehouseError(f"{uri}: a file, expected a folder or a prefix that holds datasets")
     look("", depth)
     return sorted(found)

@@ -14,7 +14,9 @@ class LossyError(BaseModel):
 
 
 class Receipt(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Keys of a later minor version are ignored."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     plan_hash: str
     contract_hash: str

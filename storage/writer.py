@@ -13,7 +13,7 @@ import numpy as np
 
 from storage import layout
 from storage.codecs import codec_by_name
-from storage.commit import load_offset, load_plan, load_plan_document, offset_hash, publish_offset
+from storage.commit import load_offset, load_plan_document, offset_hash, publish_offset
 from storage.errors import StatehouseError
 from storage.objects import ObjectMissing, ObjectStore, open_store
 from storage.plan import Plan
@@ -118,9 +118,3 @@ def find_footer(
         return read_footer(store, layout.shard_key(shard), identity, shard, offset=offset, rows=rows)
     except ObjectMissing:
         return None
-
-
-def open_plan(uri: str) -> tuple[ObjectStore, Plan]:
-    """The store and the plan at a URI. Raises DatasetMissing."""
-    store = open_store(uri)
-    return store, load_plan(store)

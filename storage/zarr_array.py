@@ -30,10 +30,9 @@ def array_metadata(
     dtype: str,
     fill_value: int | bool,
     dimension_names: Sequence[str],
-    attributes: dict[str, Any] | None = None,
 ) -> bytes:
     """zarr.json of an unsharded array whose chunks are little-endian bytes, zstd, crc32c."""
-    return _array(shape, chunks, dtype, fill_value, dimension_names, [*_bytes(dtype), _ZSTD, _CRC32C], attributes)
+    return _array(shape, chunks, dtype, fill_value, dimension_names, [*_bytes(dtype), _ZSTD, _CRC32C])
 
 
 def sharded_metadata(
@@ -43,7 +42,6 @@ def sharded_metadata(
     fill_value: int,
     dimension_names: Sequence[str],
     inner_codecs: list[dict[str, Any]],
-    attributes: dict[str, Any] | None = None,
 ) -> bytes:
     """zarr.json of a sharded uint8 array; the shard index lies at the end, little-endian with a crc32c."""
     sharding = {
@@ -55,7 +53,7 @@ def sharded_metadata(
             "index_location": "end",
         },
     }
-    return _array(shape, shards, "uint8", fill_value, dimension_names, [sharding], attributes)
+    return _array(shape, shards, "uint8", fill_value, dimension_names, [sharding])
 
 
 def _bytes(dtype: str) -> list[dict[str, Any]]:
@@ -69,7 +67,6 @@ def _array(
     fill_value: int | bool,
     dimension_names: Sequence[str],
     codecs: list[dict[str, Any]],
-    attributes: dict[str, Any] | None,
 ) -> bytes:
     return _dump(
         {
@@ -82,7 +79,7 @@ def _array(
             "fill_value": fill_value,
             "codecs": codecs,
             "dimension_names": list(dimension_names),
-            "attributes": attributes or {},
+            "attributes": {},
         }
     )
 

@@ -215,6 +215,7 @@ class CoverageTable:
 
     def render(self, console: Console) -> None:
         """Print the table, and one table of coverage by source for every five sources."""
+        from rich.markup import escape
         from rich.table import Table
 
         title = f"{self.tokens:,} tokens over {self.vocab_size:,} ids, of which {self.unseen_ids:,} never seen"
@@ -232,7 +233,7 @@ class CoverageTable:
             block = names[start : start + _SOURCES_A_TABLE]
             table = Table(title="held-out coverage by source" if held else "coverage by source")
             for heading in ("size", *block):
-                table.add_column(heading, justify="right")
+                table.add_column(escape(heading), justify="right")
             for row in self.rows:
                 shares_by_source = row.held_out_per_source if held else row.per_source
                 table.add_row(f"{row.size:,}", *(percent(shares_by_source[name]) for name in block))

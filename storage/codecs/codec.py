@@ -19,7 +19,6 @@ class Codec(ABC):
     # What a missing chunk reads as. Never a plausible number once the planes are joined.
     fill_value: int
     needs_offset: bool
-    lossy: bool = False
 
     @property
     @abstractmethod

@@ -53,7 +53,7 @@ def zstd_decompress(data: bytes | memoryview, size: int) -> bytes:
 
 class Lossless(Codec):
     name = "lossless"
-    # Exponent code 120 in plane 0 decodes to about 1e36 around the usual offsets: absurd, so never mistaken for a state.
+    # Exponent code 120 in plane 0 decodes to 1e36 around the usual offsets: absurd, so never mistaken for a state.
     fill_value = 120
     needs_offset = True
 
@@ -90,4 +90,5 @@ class Lossless(Codec):
 
     def calibrate(self, bits_TLH: np.ndarray) -> np.ndarray:
         exponent = ((bits_TLH >> 7) & 0xFF).astype(np.uint8)
-        return np.median(exponent, axis=0).astype(np.uint8)
+        # Within these bounds fill (code 120) decodes to 1e22 or more, or to no number, even for dead channels.
+        return np.clip(np.median(exponent, axis=0), 80, 135).astype(np.uint8)

@@ -47,6 +47,15 @@ def test_one_unreadable_dataset_does_not_hide_the_others(tmp_path: Path, capsys:
     assert "unreadable" in run(capsys, "ls", str(tmp_path))
 
 
+@pytest.mark.usefixtures("s3_server")
+def test_ls_of_a_whole_bucket_and_names_that_look_like_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    sealed("s3://statehouse/markup/x[/y]z")
+    rows = json.loads(run(capsys, "ls", "s3://statehouse", "--json"))
+    assert "s3://statehouse/markup/x[/y]z" in {row["uri"] for row in rows}
+    assert "x[/y]z" in run(capsys, "ls", "s3://statehouse/markup")
+    assert "x[/y]z" in run(capsys, "info", "s3://statehouse/markup/x[/y]z")
+
+
 def test_info_tells_what_the_dataset_holds(uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, seal = sealed(uri)
     text = run(capsys, "info", uri)

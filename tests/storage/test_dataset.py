@@ -28,7 +28,8 @@ from storage.errors import (
 from storage.objects import LocalStore, open_store
 from storage.plan import make_plan
 from storage.seal import scan_shards, seal_dataset
-from storage.writer import ShardWriter
+from storage.shard import encode_shard
+from storage.writer import ShardWriter, shard_identity
 
 
 @pytest.mark.parametrize("codec", ["lossless", "raw"])
@@ -176,11 +177,63 @@ def test_shards_of_another_plan_or_in_another_place_do_not_count(tmp_path: Path)
     assert set(bad) == {0, 1, 2}
     assert "plan_hash" in bad[2]
     assert other.hash != plan.hash
-    dataset = open_dataset(str(tmp_path / "a"))
-    for index in range(len(dataset)):
-        if dataset.shard_of(index) in (0, 1, 2):
-            with pytest.raises(ShardCorrupt, match="shard"):
-                dataset.read(index)
+    with pytest.raises(ShardCorrupt, match=r"hidden/c/0/\d/0/0: \d+ bytes, sealed with"):
+        open_dataset(str(tmp_path / "a"))
+
+
+def test_a_shard_replaced_by_another_of_its_size_after_the_seal_is_refused(tmp_path: Path) -> None:
+    """The size is right, every checksum is right, the plan is right: only the seal tells."""
+    plan, _ = sealed(str(tmp_path), sequences(120), "raw")
+    store = LocalStore(tmp_path)
+    unit = next(iter(plan.units()))
+    for noise in range(200):
+        bits = unit_states(plan, unit)
+        bits[0, 0, 0] ^= noise + 1
+        data, _ = encode_shard(bits, shard_identity(plan), unit.shard, len(unit.rows), None)
+        if len(data) == store.sizes("hidden")[layout.shard_key(unit.shard)]:
+            break
+    else:
+        pytest.fail("no shard of the same size")
+    store.put(layout.shard_key(unit.shard), data)
+    dataset = open_dataset(str(tmp_path))
+    with pytest.raises(ShardCorrupt, match="replaced after the seal"):
+        dataset.read(int(unit.rows[0]))
+
+
+def test_a_missing_shard_is_noticed_when_a_sealed_dataset_is_opened(uri: str) -> None:
+    sealed(uri)
+    open_store(uri).delete(layout.shard_key(1))
+    with pytest.raises(ShardCorrupt, match="hidden/c/0/1/0/0: no bytes, sealed with"):
+        open_dataset(uri)
+
+
+def test_a_shard_of_zero_bytes_is_bad_not_missing(uri: str) -> None:
+    plan = planned(uri, sequences(120))
+    fill(uri, plan)
+    open_store(uri).put(layout.shard_key(2), b"")
+    _, bad = scan_shards(open_store(uri), plan)
+    assert set(bad) == {2}
+    assert "truncated" in bad[2]
+
+
+def test_documents_of_a_later_minor_version_are_read_and_their_new_keys_ignored(tmp_path: Path) -> None:
+    sealed(str(tmp_path))
+    for name in ("plan.json", "seal.json"):
+        document = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({**document, "format_version": "1.7", "new_key": 1}))
+    assert len(open_dataset(str(tmp_path)))
+
+
+def test_the_seal_completes_the_copies_of_receipts(tmp_path: Path) -> None:
+    plan = planned(str(tmp_path))
+    fill(str(tmp_path), plan)
+    (tmp_path / "receipts" / "1.json").unlink()
+    (tmp_path / "shards.parquet").write_bytes(b"junk")
+    with pytest.raises(ShardCorrupt, match=r"shards\.parquet"):
+        seal_dataset(LocalStore(tmp_path), plan)
+    (tmp_path / "shards.parquet").unlink()
+    seal_dataset(LocalStore(tmp_path), plan)
+    assert (tmp_path / "receipts" / "1.json").exists()
 
 
 def test_a_deleted_object_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -189,7 +242,9 @@ def test_a_deleted_object_is_an_error_that_names_it(tmp_path: Path) -> None:
     for key in [key for key in store.sizes() if not key.endswith("zarr.json") and not key.startswith("receipts/")]:
         kept = store.get(key)
         store.delete(key)
-        with pytest.raises(StatehouseError, match=r"missing|not sealed|no dataset|exponent_offset|changed|mixed"):
+        with pytest.raises(
+            StatehouseError, match=r"missing|not sealed|no dataset|exponent_offset|changed|mixed|no bytes"
+        ):
             for _ in open_dataset(str(tmp_path)).stream():
                 pass
         store.put(key, kept)

@@ -81,6 +81,18 @@ def test_a_file_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
         LocalStore(tmp_path / "file").create("a", b"1")
 
 
+@pytest.mark.parametrize("uri", ["s3:/bucket/x", "file://out/x", "foo://x/y", "a\0b"])
+def test_what_is_no_uri_is_refused_not_taken_for_a_folder(uri: str) -> None:
+    with pytest.raises(StoreError):
+        open_store(uri).get("plan.json")
+
+
+def test_file_uris_and_home_folders_lead_where_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/a b").uri == str(tmp_path / "a b")
+    assert open_store(f"file://{tmp_path}/a%20b").uri == str(tmp_path / "a b")
+
+
 @pytest.mark.usefixtures("s3_server")
 def test_a_missing_bucket_is_named() -> None:
     with pytest.raises(StoreError, match="no bucket 'absent-bucket'"):
