@@ -25,7 +25,7 @@ from storage.errors import ContractMismatch, ShardCorrupt
 from storage.objects import open_store
 from vocab.counts import TokenCounts, count_by_source
 from vocab.coverage import CoverageTable, percent
-from vocab.mapping import DraftVocab
+from vocab.mapping import HEADER, TENSORS, DraftVocab
 from vocab.split import held_out_mask
 
 # Tokens of one counting task: large enough that opening the dataset is not seen, small enough to spread.
@@ -132,6 +132,9 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     if wanted is not None:
         vocabulary = DraftVocab.from_counts(chosen_on.total(), wanted, force_ids=forced, provenance=origin)
         results |= vocabulary.to_bytes()
+    for name in (TENSORS, HEADER):
+        if name not in results:
+            store.delete(name)  # of an earlier run: it would not belong to this report
     for name, data in results.items():
         store.put(name, data)
     table.render(Console(width=None if Console().is_terminal else 110))

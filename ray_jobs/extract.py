@@ -105,8 +105,12 @@ def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool) -> set[int]:
     if bad and not repair:
         raise ShardCorrupt(bad[min(bad)])
     for shard in bad:
-        job.log.warning("repair deletes shard=%d reason=%s", shard, bad[shard])
-        store.delete(layout.shard_key(shard))
+        # Another driver may have repaired, or even sealed, since the scan: its good shard must stay.
+        if _sealed(store) is not None:
+            raise ShardCorrupt(f"{store.uri}: sealed by another driver during the repair; run the same command again")
+        if shard in scan_shards(store, plan, only=[shard])[1]:
+            job.log.warning("repair deletes shard=%d reason=%s", shard, bad[shard])
+            store.delete(layout.shard_key(shard))
     return set(range(plan.geometry.shards)) - set(good)
 
 

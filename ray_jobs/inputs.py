@@ -9,21 +9,33 @@ responses/<hash>.parquet    on-policy responses of one work unit, create-only
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_jobs.prompts import fingerprints
 from ray_jobs.recipe import Recipe
-from ray_jobs.verifier import default_capture_layers, describe_verifier, resolve_verifier
+from ray_jobs.replicas.replica import NEUTRAL_ARGUMENTS, validate_layers
+from ray_jobs.verifier import (
+    default_capture_layers,
+    describe_verifier,
+    read_config,
+    resolve_verifier,
+    text_config,
+)
 from storage.commit import digest
 from storage.contract import Contract, sha256_json
 from storage.errors import RecipeError, StatehouseError
 from storage.layout import parquet_bytes
 from storage.objects import ObjectMissing, ObjectStore, open_store
 from storage.sequences import Sequence, sequence_table
+
+log = logging.getLogger("statehouse")
 
 PREPARED = "prepare.json"
 PROMPTS = "prompts.parquet"
@@ -61,7 +73,24 @@ def open_verifier(recipe: Recipe) -> Verifier:
             if facts[field] != said:
                 raise RecipeError(f"verifier.shape.{field} is {said:,}, but {folder}/config.json says {facts[field]:,}")
     layers = recipe.extraction.capture_layers or tuple(default_capture_layers(facts["num_layers"]))
+    validate_layers(layers, facts["num_layers"])
+    _require_room(recipe, str(folder))
     return Verifier(str(folder), facts, tuple(layers))
+
+
+def _require_room(recipe: Recipe, folder: str) -> None:
+    """Raises RecipeError when the engine could not prefill the longest sequence: before anything is planned for it."""
+    config = recipe.extraction.replica
+    limits = {
+        "the verifier's max_position_embeddings": text_config(read_config(Path(folder))).get("max_position_embeddings")
+    }
+    if config.engine == "sglang" and config.gpus == 0:
+        limits["extraction.replica.max_total_tokens"] = config.max_total_tokens
+    for name, limit in limits.items():
+        if isinstance(limit, int) and recipe.dataset.max_length >= limit:  # one token is sampled behind a prefill
+            raise RecipeError(
+                f"dataset.max_length is {recipe.dataset.max_length:,}, which must be below {name}, {limit:,}; lower it"
+            )
 
 
 def make_contract(recipe: Recipe, verifier: Verifier) -> Contract:
@@ -76,6 +105,7 @@ def make_contract(recipe: Recipe, verifier: Verifier) -> Contract:
         verifier=recipe.verifier.model,
         revision=recipe.verifier.revision,
         capture_layers=verifier.capture_layers,
+        engine_args={name: value for name, value in config.args.items() if name not in NEUTRAL_ARGUMENTS},
         engine=config.engine,
         engine_version=engine_version,
         engine_dtype=config.dtype,
@@ -86,19 +116,25 @@ def make_contract(recipe: Recipe, verifier: Verifier) -> Contract:
 
 def inputs_hash(recipe: Recipe, verifier: Verifier) -> str:
     """Equal for recipes that prepare the same prompts in the same way."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+    paths = [Path(verifier.folder) / name for name in names] + sorted(Path(verifier.folder).glob("*.py"))
     return sha256_json(
         {
             "prompts": [source.model_dump(mode="json") for source in recipe.prompts],
             "max_length": recipe.dataset.max_length,
+            "vocab_size": verifier.facts["vocab_size"],
+            "config": verifier.facts["config_hash"],  # it names end tokens
             "tokenizer": verifier.facts["tokenizer_hash"],
             "template": verifier.facts["chat_template_hash"],
+            "files": {path.name: digest(path.read_bytes()) for path in paths if path.exists()},
         }
     )
 
 
 def sampling_hash(recipe: Recipe, verifier: Verifier) -> str:
     """Responses drawn under another hash are other responses."""
-    settings = recipe.generation.model_dump(mode="json", exclude={"batch_size"})
+    # batch_size counts too: units of two sizes would overlap, and a prompt could get two answers from two drivers.
+    settings = recipe.generation.model_dump(mode="json")
     return sha256_json(
         {**settings, "verifier": verifier.facts["weights_hash"], "max_length": recipe.dataset.max_length}
     )
@@ -114,10 +150,14 @@ class Inputs:
         self.store.put(REJECTS, parquet_bytes(rejects))
         return f"{self.store.uri}/{REJECTS}"
 
+    def clear(self) -> None:
+        """What an earlier `prepare` left counts no longer."""
+        self.store.delete(PREPARED)
+        self.store.delete(REJECTS)
+
     def write_prompts(self, prompts: pa.Table, summary: dict[str, Any]) -> None:
         """prepare.json goes last and names the digest of prompts.parquet, so that no mixture of two runs counts."""
         data = parquet_bytes(prompts)
-        self.store.delete(PREPARED)
         self.store.put(PROMPTS, data)
         summary = {**summary, "prompts_sha256": digest(data)}
         self.store.put(PREPARED, json.dumps(summary, indent=1, sort_keys=True).encode() + b"\n")
@@ -127,7 +167,7 @@ class Inputs:
             return dict(json.loads(self.store.get(PREPARED)))
         except ObjectMissing:
             return None
-        except ValueError:
+        except (ValueError, TypeError):
             raise StatehouseError(f"{self.store.uri}/{PREPARED}: damaged; run the prepare job again") from None
 
     def read_prompts(self, recipe: Recipe, verifier: Verifier, job: str) -> pa.Table:
@@ -140,6 +180,17 @@ class Inputs:
             raise StatehouseError(
                 f"{self.store.uri}: prepared from other prompts, dataset.max_length or tokeniser than this recipe's; {again}"
             )
+        try:
+            files = fingerprints(recipe)
+        except RecipeError as error:
+            log.warning("prompt files cannot be compared with those that were prepared: %s", error)
+        else:
+            prepared = summary.get("files") or {}
+            changed = sorted(name for name in {*files, *prepared} if files.get(name) != prepared.get(name))
+            if changed:
+                raise StatehouseError(
+                    f"{self.store.uri}: {', '.join(changed[:3])} changed since they were prepared; {again}"
+                )
         try:
             data = self.store.get(PROMPTS)
         except ObjectMissing:
@@ -159,8 +210,12 @@ class Inputs:
         found: dict[str, tuple[np.ndarray, str]] = {}
         for key in sorted(self.store.sizes("responses")):
             try:
-                table = pq.read_table(pa.BufferReader(self.store.get(key)))
-            except pa.ArrowException:
+                table = (
+                    pq.read_table(pa.BufferReader(self.store.get(key)))
+                    .select(RESPONSES_SCHEMA.names)
+                    .cast(RESPONSES_SCHEMA)
+                )
+            except (pa.ArrowException, KeyError, ValueError):
                 raise StatehouseError(
                     f"{self.store.uri}/{key}: damaged; delete it and run `python -m ray_jobs.generate RECIPE` again"
                 ) from None

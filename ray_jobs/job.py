@@ -11,7 +11,9 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -61,6 +63,12 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
     except (KeyboardInterrupt, SystemExit) as stop:
         print("stopped; run the same command again to carry on where it stood", file=sys.stderr, flush=True)
         code = 143 if isinstance(stop, SystemExit) else 130
+    except Exception as error:  # none should come here; nobody should have to read a traceback when one does
+        with tempfile.NamedTemporaryFile("w", prefix="statehouse-", suffix=".traceback", delete=False) as file:
+            file.write(traceback.format_exc())
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"error: unexpected {what}; please report it with {file.name}", file=sys.stderr, flush=True)
+        code = 1
     else:
         code = 0
     shutdown_ray()

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ray_jobs.inputs import Inputs, open_verifier, sampling_hash
+from ray_jobs.inputs import Inputs, Verifier, open_verifier, sampling_hash
+from ray_jobs.prompts import Limits, end_ids, input_files, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe
+from ray_jobs.replicas.replica import validate_layers
 from ray_jobs.verifier import VerifierShape, default_capture_layers
 from storage.errors import RecipeError
-from storage.plan import chunk_tokens, pack, shard_tokens
+from storage.plan import chunk_tokens, pack, shard_capacity
 
 # Measured on SmolLM2-135M and within 1 % of the bound of any bf16 states seen (docs/dataset-format.md).
 _RATIO = {"lossless": 1.49, "raw": 1.0}
@@ -40,9 +42,16 @@ def sequence_lengths(recipe: Recipe) -> tuple[np.ndarray, str]:
     """Lengths [sequences] int64 and where they come from. Responses not yet generated count with their longest."""
     expected = recipe.dataset.expected
     if expected is not None:
+        if expected.mean_tokens > recipe.dataset.max_length:
+            raise RecipeError(
+                f"dataset.expected.mean_tokens is {expected.mean_tokens:,}, above dataset.max_length "
+                f"{recipe.dataset.max_length:,}; correct one of them"
+            )
         return _spread(expected.sequences, expected.mean_tokens, recipe.dataset.max_length), "dataset.expected"
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
+    if inputs.read_summary() is None:
+        return _tokenised_now(recipe, verifier)
     prompts = inputs.read_prompts(recipe, verifier, "--plan, or give dataset.expected: {sequences, mean_tokens}")
     responses = inputs.read_responses(sampling_hash(recipe, verifier))
     lengths = pa.compute.list_value_length(prompts["token_ids"]).to_numpy().astype(np.int64)
@@ -55,6 +64,24 @@ def sequence_lengths(recipe: Recipe) -> tuple[np.ndarray, str]:
             lengths[row] += recipe.generation.max_new_tokens
     basis = f"{len(prompts):,} prepared prompts" + (f", {waiting:,} responses at their longest" if waiting else "")
     return np.minimum(lengths, recipe.dataset.max_length), basis
+
+
+def _tokenised_now(recipe: Recipe, verifier: Verifier) -> tuple[np.ndarray, str]:
+    """Lengths of the recipe's prompts where `prepare` has not run: tokenised in this process, kept nowhere."""
+    tokenizer = load_tokenizer(verifier.folder, recipe.verifier.trust_remote_code)
+    limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length, end_ids(verifier.folder, tokenizer))
+    lengths, rejects = {}, 0
+    for file in input_files(recipe):
+        for row in prepare_file(file["path"], file["source"], file["limit"], tokenizer, limits):
+            if "reject" in row:
+                rejects += 1
+            else:
+                answer = recipe.generation.max_new_tokens if row["kind"] == "generate" else 0
+                lengths[row["id"]] = len(row["token_ids"]) + answer
+    if not lengths:
+        raise RecipeError(f"prompts: no row of {len(input_files(recipe))} files can be used ({rejects} are refused)")
+    basis = f"{len(lengths):,} prompts, not prepared yet, responses at their longest; {rejects} refused"
+    return np.minimum(np.array(list(lengths.values()), np.int64), recipe.dataset.max_length), basis
 
 
 def _spread(sequences: int, mean: int, longest: int) -> np.ndarray:
@@ -76,11 +103,12 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     """The figures that `print_plan` prints, by name."""
     shape = verifier_shape(recipe)
     layers = recipe.extraction.capture_layers or tuple(default_capture_layers(shape.num_layers))
+    validate_layers(layers, shape.num_layers)
     stored_layers = len(layers) + 1
     lengths, basis = sequence_lengths(recipe)
-    tokens, longest = int(lengths.sum()), int(lengths.max())
-    length = recipe.dataset.shard_tokens or shard_tokens(tokens, longest, stored_layers, shape.hidden_size)
-    _, _, shards = pack(lengths, max(length, longest))
+    tokens = int(lengths.sum())
+    length = shard_capacity(lengths, stored_layers, shape.hidden_size, recipe.dataset.shard_tokens)
+    _, _, shards = pack(lengths, length)
     per_token = 2 * stored_layers * shape.hidden_size
     raw = tokens * per_token
     stored = raw / _RATIO[recipe.dataset.codec]

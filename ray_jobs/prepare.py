@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from ray_jobs.prompts import (
     REJECTS_SCHEMA,
     Limits,
     end_ids,
-    expand,
+    fingerprints,
+    input_files,
     load_tokenizer,
     prepare_file,
 )
@@ -30,16 +30,6 @@ from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.verifier import resolve_verifier
 from storage.errors import RecipeError, StatehouseError
-
-
-def input_files(recipe: Recipe) -> list[dict[str, Any]]:
-    """{path, source, limit} of every file the recipe names, each file once. Raises RecipeError for missing ones."""
-    files: dict[str, dict[str, Any]] = {}
-    for entry in recipe.prompts:
-        for path in expand(entry.path):
-            source = entry.source or PurePosixPath(path).name.split(".")[0]
-            files.setdefault(path, {"path": path, "source": source, "limit": entry.limit})
-    return list(files.values())
 
 
 def _prepare(file: dict[str, Any], model: str, revision: str | None, trust: bool, limits: Limits) -> Iterator[Any]:
@@ -92,6 +82,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
     inputs.store.probe()
+    inputs.clear()
+    before = fingerprints(recipe)
     job.start_ray()
     prompts, rejects, duplicates = collect(recipe, verifier, files)
     total = len(prompts) + len(rejects) + duplicates
@@ -112,7 +104,10 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     sources = Counter(prompts["source"].to_pylist())
     kinds = Counter(prompts["kind"].to_pylist())
     tokens = int(pa.compute.sum(pa.compute.list_value_length(prompts["token_ids"])).as_py())
+    if fingerprints(recipe) != before:
+        raise RecipeError("prompts: files changed while they were prepared; run prepare again")
     summary = {
+        "files": before,
         "inputs_hash": inputs_hash(recipe, verifier),
         "prompts": len(prompts),
         "rejects": len(rejects),

@@ -10,16 +10,18 @@ Loss masks come from token ids: prompt and response are tokenised apart, never s
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from ray_jobs.recipe import Recipe
 from storage.errors import RecipeError
 from storage.sequences import sequence_id
 
@@ -103,6 +105,38 @@ def expand(path: str) -> list[str]:
     return [name if "://" in name else protocol + name for name in found]
 
 
+def input_files(recipe: Recipe) -> list[dict[str, Any]]:
+    """{path, source, limit} of every file the recipe names, each file once. Raises RecipeError for missing ones."""
+    files: dict[str, dict[str, Any]] = {}
+    for entry in recipe.prompts:
+        for path in expand(entry.path):
+            source = entry.source or PurePosixPath(path).name.split(".")[0]
+            files.setdefault(path, {"path": path, "source": source, "limit": entry.limit})
+    return list(files.values())
+
+
+def fingerprints(recipe: Recipe) -> dict[str, str]:
+    """{path: what changes with its content} of the recipe's files: an ETag or checksum where the store has one, else
+    a sha256 of the content. Raises RecipeError when one cannot be read.
+    """
+    import fsspec
+
+    found = {}
+    for file in input_files(recipe):
+        path = file["path"]
+        try:
+            filesystem, name = fsspec.url_to_fs(path)
+            about = filesystem.info(name)
+            tag = about.get("ETag") or about.get("etag") or about.get("md5Hash")
+            if tag is None:
+                with filesystem.open(name, "rb") as opened:
+                    tag = hashlib.file_digest(opened, "sha256").hexdigest()
+        except Exception as error:  # as in `expand`
+            raise RecipeError(f"prompts: {path}: cannot be read ({_first_line(error)})") from None
+        found[path] = str(tag)
+    return found
+
+
 def read_rows(path: str, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
     """Rows of one JSONL or Parquet file: ("file:line", row or why it cannot be read). Raises RecipeError."""
     import fsspec
@@ -144,7 +178,10 @@ def _read_parquet(path: str, limit: int | None) -> Iterator[tuple[str, dict[str,
 def _parse(line: str) -> dict[str, Any] | Reject:
     try:
         row = json.loads(line)
-    except ValueError as error:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return Reject("half of a surrogate pair: the text was cut inside a character")
+    except (ValueError, RecursionError) as error:
         return Reject(f"not JSON: {error}")
     return row if isinstance(row, dict) else Reject(f"expected a JSON object, found {type(row).__name__}")
 
@@ -155,6 +192,9 @@ def _first_line(error: BaseException) -> str:
 
 def tokenise(row: dict[str, Any], tokenizer: ChatTokenizer, limits: Limits) -> dict[str, Any]:
     """`PROMPTS_SCHEMA` without source and row. Raises Reject."""
+    kinds = [kind for kind in ("messages", "prompt", "token_ids") if kind in row]
+    if len(kinds) > 1:
+        raise Reject(f"expected one of messages, prompt, token_ids; found {' and '.join(kinds)}")
     if "token_ids" in row:
         return _pretokenised(row, limits)
     messages = _messages(row)
@@ -185,6 +225,8 @@ def tokenise(row: dict[str, Any], tokenizer: ChatTokenizer, limits: Limits) -> d
 def _row(kind: str, group: str, ids: list[int], mask: list[bool], limits: Limits) -> dict[str, Any]:
     if len(ids) > limits.max_length:
         raise Reject(f"{len(ids):,} tokens are more than {limits.max_length:,}")
+    if (largest := max(ids)) >= limits.vocab_size:
+        raise Reject(f"it holds token id {largest}, outside the verifier's vocabulary of {limits.vocab_size:,}")
     token_ids, loss_mask = np.array(ids, np.int32), np.array(mask, bool)
     return {
         "id": sequence_id(token_ids, loss_mask),
@@ -231,7 +273,12 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     for at, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Reject(f"messages[{at}] must have a role and a content")
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise Reject(
+                f"messages[{at}] ({message['role']}): content must be a string, found {type(content).__name__}"
+            )
+        if not (content or "").strip():
             raise Reject(f"messages[{at}] ({message['role']}) is empty")
     if messages[-1]["role"] not in ("user", "assistant"):
         raise Reject(f"messages must end with a user or an assistant turn, found {messages[-1]['role']!r}")

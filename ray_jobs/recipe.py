@@ -20,7 +20,18 @@ from storage.errors import RecipeError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its silent trap: of two equal keys the last would win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 class VerifierConfig(Section):
@@ -57,7 +68,7 @@ class ExtractionConfig(Section):
     replicas: int = Field(default=1, gt=0)
     replica: ReplicaConfig = ReplicaConfig()
     # 0-based outputs of decoder layers, ascending; by default low 1, mid n//2-1, high n-4.
-    capture_layers: tuple[int, ...] | None = None
+    capture_layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     # A unit that fails this often ends the job.
     max_attempts: int = Field(default=3, gt=0)
     # Sequences whose states calibrate the exponent offsets.
@@ -105,8 +116,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read as a recipe ({error})") from None
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = yaml.load(text, _Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
         raise RecipeError(f"{path}: expected sections such as `verifier:`, found {type(document).__name__}")
@@ -125,7 +136,7 @@ def _apply(document: dict[str, Any], override: str) -> None:
         raise RecipeError(f"override {override!r}: expected section.key=value, for instance extraction.replicas=2")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise RecipeError(f"override {override!r}: the value is not YAML; quote it") from None
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d+)?[eE][-+]?\d+", value):
         value = float(value)  # YAML 1.1 takes 1e-4 for a string

@@ -49,7 +49,10 @@ class ReplicaActor:
         self._writers: dict[str, ShardWriter] = {}
         began = perf_counter()
         folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
-        self._replica = open_replica(recipe.extraction.replica, folder, capture_layers)
+        config = recipe.extraction.replica
+        if recipe.verifier.trust_remote_code:
+            config = config.model_copy(update={"args": {**config.args, "trust_remote_code": True}})
+        self._replica = open_replica(config, folder, capture_layers)
         self._replica.start()
         self._about = {
             **self._replica.describe(),

@@ -43,6 +43,8 @@ class Contract(BaseModel):
     capture_layers: tuple[int, ...]
     final_state: Literal["post_norm", "pre_norm", "absent"] = "post_norm"
     dtype: Literal["bfloat16"] = "bfloat16"
+    # Arguments of the engine that may change the states (quantization, ...); those known not to are left out.
+    engine_args: dict[str, Any] = Field(default_factory=dict)
     engine: str
     engine_version: str
     engine_dtype: str

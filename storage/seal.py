@@ -5,7 +5,7 @@ The seal's fingerprint names the content: contract, plan, and the digest of ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -65,7 +65,7 @@ class Seal(BaseModel):
 
 
 def scan_shards(
-    store: ObjectStore, plan: Plan, progress: Callable[[int], None] | None = None, threads: int = 16
+    store: ObjectStore, plan: Plan, only: Sequence[int] | None = None, threads: int = 16
 ) -> tuple[dict[int, tuple[Receipt, int]], dict[int, str]]:
     """Reads the footer of every planned shard: {shard: (receipt, object bytes)} of the good ones, {shard: why} of the bad.
 
@@ -75,7 +75,8 @@ def scan_shards(
     offset = offset_hash(plan.codec, load_offset(store, (plan.geometry.layers, plan.geometry.hidden_size)))
     sizes = store.sizes("hidden")
     rows = plan.shard_rows()
-    present = [shard for shard in range(plan.geometry.shards) if layout.shard_key(shard) in sizes]
+    wanted = range(plan.geometry.shards) if only is None else only
+    present = [shard for shard in wanted if layout.shard_key(shard) in sizes]
     good: dict[int, tuple[Receipt, int]] = {}
     bad: dict[int, str] = {}
 
@@ -90,9 +91,7 @@ def scan_shards(
             bad[shard] = str(error)
 
     with ThreadPoolExecutor(threads) as pool:
-        for done, _ in enumerate(pool.map(check, present), 1):
-            if progress:
-                progress(done)
+        list(pool.map(check, present))
     return good, bad
 
 

@@ -35,6 +35,16 @@ CAPTURE_ARGUMENTS = {
 }
 
 
+# Engine arguments that do not change the states, so that a dataset may be finished with others.
+NEUTRAL_ARGUMENTS = frozenset(
+    {
+        "attention_backend", "chunked_prefill_size", "cuda_graph_max_bs", "decode_attention_backend",
+        "disable_cuda_graph", "dist_timeout", "log_level", "max_prefill_tokens", "max_running_requests",
+        "mem_fraction_static", "prefill_attention_backend", "schedule_policy", "trust_remote_code", "watchdog_timeout",
+    }
+)  # fmt: skip
+
+
 class ReplicaConfig(BaseModel):
     """One engine: which, on what, and with which arguments (`extraction.replica` in a recipe)."""
 

@@ -22,8 +22,7 @@ import yaml
 from jobs import Finished, finish, free_ports, start_driver
 
 from ray_jobs.inputs import Inputs, inputs_hash, open_verifier
-from ray_jobs.prepare import input_files
-from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, load_tokenizer, prepare_file
+from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, fingerprints, input_files, load_tokenizer, prepare_file
 from ray_jobs.recipe import load_recipe
 
 MAX_LENGTH = 160
@@ -157,7 +156,9 @@ def prepared() -> Callable[[Path], Path]:
         ]
         rows.sort(key=lambda row: row["id"])
         prompts = pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)
-        Inputs(recipe.dataset.inputs_uri).write_prompts(prompts, {"inputs_hash": inputs_hash(recipe, verifier)})
+        Inputs(recipe.dataset.inputs_uri).write_prompts(
+            prompts, {"inputs_hash": inputs_hash(recipe, verifier), "files": fingerprints(recipe)}
+        )
         return path
 
     return prepare

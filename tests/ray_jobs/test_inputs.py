@@ -10,6 +10,7 @@ import pytest
 
 from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
 from ray_jobs.recipe import Recipe, load_recipe
+from storage.contract import Contract
 from storage.errors import RecipeError, StatehouseError
 
 Make = Callable[..., Path]
@@ -40,6 +41,51 @@ def test_prompts_of_an_interrupted_or_mixed_prepare_do_not_count(ready: Recipe) 
         inputs.read_prompts(ready, verifier, "generate")
 
 
+def test_prompt_files_that_changed_since_are_noticed(ready: Recipe, tmp_path: Path) -> None:
+    inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
+    file = tmp_path / "prompts.jsonl"
+    text = file.read_text()
+    file.write_text(text + '{"prompt": null}\n')
+    with pytest.raises(StatehouseError, match=r"prompts\.jsonl changed since they were prepared"):
+        inputs.read_prompts(ready, verifier, "generate")
+    file.write_text(text)
+    assert len(inputs.read_prompts(ready, verifier, "generate")) == 4
+    file.unlink()  # the corpus may be gone when the states are extracted
+    assert len(inputs.read_prompts(ready, verifier, "generate")) == 4
+
+
+def test_nonsense_in_the_summary_is_an_error_of_ours(ready: Recipe) -> None:
+    inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
+    for junk in (b"5", b"[1]", b"null", b"{", b'{"inputs_hash": 3}'):
+        inputs.store.put("prepare.json", junk)
+        with pytest.raises(StatehouseError, match=r"ray_jobs\.prepare|prepare job"):
+            inputs.read_prompts(ready, verifier, "generate")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"extraction": {"capture_layers": [1, 3, 7]}}, r"cannot capture layers \[1, 3, 7\]"),
+        ({"extraction": {"capture_layers": [3, 1]}}, r"cannot capture layers \[3, 1\]"),
+        ({"dataset": {"max_length": 2048}}, "must be below the verifier's max_position_embeddings, 2,048"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_before_anything_is_written(
+    recipe: Make, section: dict[str, dict[str, object]], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        open_verifier(load_recipe(recipe(**section)))
+
+
+def test_engine_arguments_that_may_change_the_states_are_part_of_the_contract(recipe: Make) -> None:
+    def contract(args: dict[str, object]) -> Contract:
+        made = load_recipe(recipe(extraction={"replica": {"engine": "transformers", "args": args}}))
+        return make_contract(made, open_verifier(made))
+
+    plain, neutral, other = contract({}), contract({"mem_fraction_static": 0.5}), contract({"quantization": "fp8"})
+    assert plain.hash == neutral.hash != other.hash
+
+
 def test_sequences_are_prompt_and_response_with_the_mask_on_the_response(ready: Recipe) -> None:
     inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
     prompts = inputs.read_prompts(ready, verifier, "extract")
@@ -62,8 +108,7 @@ def test_sequences_are_prompt_and_response_with_the_mask_on_the_response(ready: 
 def test_responses_drawn_with_other_settings_are_other_responses(ready: Recipe) -> None:
     inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
     hotter = ready.model_copy(update={"generation": ready.generation.model_copy(update={"temperature": 1.0})})
-    batch = ready.model_copy(update={"generation": ready.generation.model_copy(update={"batch_size": 3})})
-    assert sampling_hash(hotter, verifier) != sampling_hash(ready, verifier) == sampling_hash(batch, verifier)
+    assert sampling_hash(hotter, verifier) != sampling_hash(ready, verifier)
     inputs.write_responses([response("p", [1], sampling_hash(hotter, verifier))])
     assert inputs.read_responses(sampling_hash(ready, verifier)) == {}
 

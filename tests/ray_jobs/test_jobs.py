@@ -219,7 +219,7 @@ def test_a_damaged_shard_is_named_and_repair_extracts_it_again(
 
 
 def test_refused_prompts_fail_the_job_name_the_first_and_leave_nothing_that_counts(
-    recipe: Recipe, run_job: Run, tmp_path: Path
+    recipe: Recipe, prepared: Prepared, run_job: Run, tmp_path: Path
 ) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": "fine"},
@@ -227,7 +227,8 @@ def test_refused_prompts_fail_the_job_name_the_first_and_leave_nothing_that_coun
         {"prompt": "long " * 500},
         {"token_ids": [1, 99999]},
     ]
-    path = recipe(rows)
+    path = prepared(recipe([{"prompt": "what was prepared before"}]))
+    recipe(rows)
     failed = run_job("prepare", path)
     assert failed.code == 1
     assert "3 of 4 prompts were refused" in failed.errors[0]

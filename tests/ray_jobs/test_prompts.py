@@ -78,6 +78,8 @@ def test_pretokenised_ids_and_masks_are_kept_as_they_are(tokenizer: Any, limits:
     ("row", "why"),
     [
         ({}, "expected one of messages, prompt, token_ids"),
+        ({"prompt": "x", "token_ids": [1]}, "found prompt and token_ids"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content must be a string, found list"),
         ({"prompt": "  "}, r"messages\[0\] \(user\) is empty"),
         ({"prompt": 3}, "prompt must be a string"),
         ({"messages": []}, "messages is empty"),
@@ -116,9 +118,10 @@ def test_files_of_all_kinds_give_the_same_rows(tmp_path: Path, tokenizer: Any, l
 
 def test_a_broken_line_is_a_reject_and_a_broken_file_an_error(tmp_path: Path, tokenizer: Any, limits: Limits) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "fine?"}\n{"prompt": \n[1]\n')
+    path.write_text('{"prompt": "fine?"}\n{"prompt": \n[1]\n{"prompt": "\\ud83d hi"}\n' + "[" * 100_000 + "\n")
     rows = list(prepare_file(str(path), "s", None, tokenizer, limits))
-    assert [("reject" in row) for row in rows] == [False, True, True]
+    assert [("reject" in row) for row in rows] == [False, True, True, True, True]
+    assert "surrogate" in rows[3]["reject"]["reason"]
     assert rows[1]["reject"]["row"].endswith("a.jsonl:2")
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no parquet")
     with pytest.raises(RecipeError, match=r"b\.parquet: cannot be read"):

@@ -10,7 +10,7 @@ import yaml
 from ray_jobs.planning import estimate, print_plan, sequence_lengths
 from ray_jobs.provenance import redact
 from ray_jobs.recipe import load_recipe
-from storage.errors import RecipeError
+from storage.errors import RecipeError, StatehouseError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -57,6 +57,28 @@ def test_the_kimi_plan_gives_the_known_figures() -> None:
     assert plan["shards"] * 8192 <= 1.02 * plan["tokens"]
 
 
+def test_plan_refuses_what_the_job_would_refuse(written: Any) -> None:
+    for override, message in (
+        ("extraction.capture_layers=[3,1]", "cannot capture layers"),
+        ("dataset.shard_tokens=2", "the longest sequence has"),
+        ("dataset.expected.mean_tokens=100000", "above dataset.max_length"),
+    ):
+        with pytest.raises(StatehouseError, match=message):
+            estimate(load_recipe(written(), [override]))
+
+
+def test_plan_of_prompts_that_are_not_prepared_tokenises_them_and_writes_nothing(tmp_path: Path) -> None:
+    uri = tmp_path / "dataset"
+    recipe = load_recipe(ROOT / "recipes" / "smollm2.yaml", [f"dataset.uri={uri}", "dataset.shard_tokens=1000"])
+    recipe = recipe.model_copy(
+        update={"prompts": tuple(p.model_copy(update={"path": str(ROOT / p.path)}) for p in recipe.prompts)}
+    )
+    plan = estimate(recipe)
+    assert plan["sequences"] == 120
+    assert plan["shard_tokens"] == 1024
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_expected_lengths_spread_but_keep_their_sum(written: Any) -> None:
     recipe = load_recipe(written(), ["dataset.expected.sequences=1000", "dataset.expected.mean_tokens=500"])
     lengths, _ = sequence_lengths(recipe)
@@ -91,6 +113,9 @@ def test_overrides_set_keys_in_sections_and_lists(written: Any) -> None:
         ({}, ["nonsense"], "expected section.key=value"),
         ({}, ["prompts.7.path=x"], "no section"),
         ({}, ["name=a/b"], "key 'name'"),
+        ({}, ["generation.temperature=.inf"], "key 'generation.temperature'"),
+        ({}, ["dataset.uri=2026-13-45"], "not YAML"),
+        ({}, ["extraction.capture_layers=[]"], "key 'extraction.capture_layers'"),
     ],
 )
 def test_a_bad_recipe_is_one_line_that_names_key_and_fix(
@@ -106,6 +131,12 @@ def test_a_missing_recipe_and_one_that_is_no_yaml_are_named(tmp_path: Path) -> N
         load_recipe(tmp_path / "absent.yaml")
     bad = tmp_path / "bad.yaml"
     bad.write_text("a: [1, 2")
+    with pytest.raises(RecipeError, match="not YAML"):
+        load_recipe(bad)
+    bad.write_text("name: a\nname: b\n")
+    with pytest.raises(RecipeError, match="key 'name' stands twice"):
+        load_recipe(bad)
+    bad.write_text("x: 2026-13-45")
     with pytest.raises(RecipeError, match="not YAML"):
         load_recipe(bad)
     bad.write_text("just text")

@@ -4,7 +4,9 @@ import json
 import multiprocessing
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from ray_jobs import verifier
 from ray_jobs.verifier import (
@@ -22,7 +24,7 @@ CONFIG = {"vocab_size": 100, "hidden_size": 8, "num_hidden_layers": 9, "model_ty
 def make_verifier(folder: Path, config: dict | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config or CONFIG))
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes(save({"w": np.zeros(3, np.float32)}))
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -91,13 +93,21 @@ def test_config_hash_ignores_how_the_file_was_made_and_nothing_else(tmp_path: Pa
 
 def test_weights_hash_tells_a_finetuned_verifier_from_its_base(tmp_path: Path) -> None:
     base, same, tuned = (make_verifier(tmp_path / name) for name in ("base", "same", "tuned"))
-    weights = bytes(range(256)) * 20_000
+    weights = {f"layer{n}": np.full(50_000, n, np.float32) for n in range(8)}
     for folder in (base, same):
-        (folder / "model.safetensors").write_bytes(weights)
-    (tuned / "model.safetensors").write_bytes(bytes(byte ^ 1 for byte in weights))
+        (folder / "model.safetensors").write_bytes(save(weights))
+    weights["layer5"] += 1  # one retrained layer
+    (tuned / "model.safetensors").write_bytes(save(weights))
     one, two, other = (describe_verifier(folder) for folder in (base, same, tuned))
     assert one == two
     assert {key for key in one if one[key] != other[key]} == {"weights_hash"}
+
+
+def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
+    folder = make_verifier(tmp_path / "v")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(StatehouseError, match=r"model\.safetensors is no safetensors file"):
+        describe_verifier(folder)
 
 
 def test_chat_template_hash_follows_the_template_not_its_file(tmp_path: Path) -> None:
