@@ -1,0 +1,135 @@
+"""The EAGLE-3 drafter as SGLang serves it; its state dict has SGLang's names (`fc`, `midlayer.*`, `norm`, `lm_head`).
+
+Row t is the pair (features of token t, embedding of token t+1) and predicts token t+2. How rows are unrolled over
+several steps is `drafter.ttt`; this file holds what one step computes.
+
+Shape suffixes: T rows of a packed batch, N rows at work, D hidden_size, F = K * target_hidden_size (K captured layers),
+A attention heads, G key/value heads, C head_dim, V the verifier's vocabulary, W the draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafter.config import DrafterConfig
+from drafter.errors import DrafterError
+from vocab.mapping import DraftVocab
+
+
+class Drafter(nn.Module):
+    """fc, one decoder layer, norm and a head over the draft vocabulary; the embedding is the verifier's, frozen.
+
+    embedding_VD: the verifier's input embedding, copied. Raises DrafterError when it or the draft vocabulary does not
+    fit the config. Trained parameters are torch's usual random initialisation until somebody loads others.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DrafterConfig, draft_vocab: DraftVocab, embedding_VD: Tensor) -> None:
+        super().__init__()
+        sizes = (config.draft_vocab_size, config.vocab_size)
+        if (draft_vocab.size, draft_vocab.vocab_size) != sizes:
+            raise DrafterError(
+                f"draft vocabulary: expected {sizes[0]} of {sizes[1]} ids, as the config says, "
+                f"found {draft_vocab.size} of {draft_vocab.vocab_size}"
+            )
+        if embedding_VD.shape != (config.vocab_size, config.hidden_size):
+            raise DrafterError(
+                f"embedding: expected [vocab_size, hidden_size] = {[config.vocab_size, config.hidden_size]}, "
+                f"found {list(embedding_VD.shape)}"
+            )
+        self.config = config
+        self.draft_vocab = draft_vocab
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD.detach().clone(), freeze=True)
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.midlayer = MidLayer(config)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.from_numpy(draft_vocab.d2t.copy()))
+        self.register_buffer("t2d", torch.from_numpy(draft_vocab.t2d.copy()))
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, [N, W], from the layer's (pre-norm) output."""
+        logits_NW: Tensor = self.lm_head(self.norm(hidden_ND))
+        return logits_NW
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The verifier's ids of these draft ids, of the same shape."""
+        return draft_ids + self.d2t[draft_ids]
+
+
+class MidLayer(nn.Module):
+    """The decoder layer. Its attention reads twice the width: normed embedding and normed features side by side."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps=eps)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.self_attn = Projections(config)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        self.mlp = SwiGLU(width, config.intermediate_size)
+
+    def inputs(self, embedding_ND: Tensor, hidden_ND: Tensor) -> Tensor:
+        """What the attention projects, [N, 2D]."""
+        return torch.cat([self.input_layernorm(embedding_ND), self.hidden_norm(hidden_ND)], dim=-1)
+
+    def outputs(self, hidden_ND: Tensor, attended_NAC: Tensor) -> Tensor:
+        """The layer's output before the last norm, [N, D]: what the head reads and what the next step is fed."""
+        hidden_ND = hidden_ND + self.self_attn.o_proj(attended_NAC.flatten(1))
+        mixed_ND: Tensor = hidden_ND + self.mlp(self.post_attention_layernorm(hidden_ND))
+        return mixed_ND
+
+
+class Projections(nn.Module):
+    """Queries, keys and values with RoPE on them, and the way back; who attends to whom is decided in `drafter.ttt`."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.rope_theta = config.rope_theta
+
+    def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
+        """[N, A, C] from inputs [N, 2D] at these positions."""
+        return self._rotated(self.q_proj(inputs), positions_N)
+
+    def key_value(self, inputs: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [N, G, C] from inputs [N, 2D] at these positions."""
+        value_NGC = self.v_proj(inputs).unflatten(-1, (-1, self.head_dim))
+        return self._rotated(self.k_proj(inputs), positions_N), value_NGC
+
+    def _rotated(self, projected: Tensor, positions_N: Tensor) -> Tensor:
+        """RoPE over half-heads (Llama's, not interleaved), angles and products in fp32 or better."""
+        wide = torch.promote_types(projected.dtype, torch.float32)
+        low, high = projected.unflatten(-1, (-1, self.head_dim)).to(wide).chunk(2, dim=-1)
+        # Not a buffer: a model cast to bf16 would take its frequencies along.
+        exponents = torch.arange(0, self.head_dim, 2, device=projected.device, dtype=wide) / self.head_dim
+        angles = positions_N[:, None, None] * self.rope_theta**-exponents
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(projected.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """Under autocast x is bf16 and the weight fp32, for which torch has no fused norm: it is given fp32 then."""
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        mixed_ND: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden_ND)) * self.up_proj(hidden_ND))
+        return mixed_ND

@@ -1,0 +1,212 @@
+"""Golden values: logits of every step from SpecForge's and speculators' own model code, on tiny random drafters.
+
+    python tests/drafter/golden/generate.py tests/drafter/golden
+
+Run it with a Python that has the peers (see README.md here), never with the project's. It writes one safetensors file
+a case, with everything a test needs: config and sequence lengths in its metadata, weights, inputs, outputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the peers compile parts of themselves; eager is enough here
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB, DRAFT, LAYERS = 96, 40, (1, 3, 4)
+# hidden size, heads, key/value heads, head_dim, RoPE base, sequence lengths, steps, norms other than one
+CASES = {
+    "plain": (32, 4, 4, 8, 10_000.0, [24], 4, False),
+    "grouped": (48, 6, 2, 8, 10_000.0, [21], 7, True),
+    "wide_heads": (32, 4, 2, 16, 500_000.0, [30], 3, True),
+    "packed": (32, 4, 1, 16, 10_000.0, [9, 3, 14], 5, True),
+}
+
+
+def weights(config: dict, norms: bool) -> dict[str, torch.Tensor]:
+    """A drafter's tensors by SGLang's names. Scaled so that attention is far from uniform and logits differ."""
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+
+    def linear(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns) * gain / columns**0.5
+
+    found = {
+        "embed_tokens.weight": torch.randn(VOCAB, width),
+        "fc.weight": linear(width, len(LAYERS) * width),
+        "lm_head.weight": linear(DRAFT, width, 3.0),
+        "midlayer.self_attn.q_proj.weight": linear(queries, 2 * width, 2.0),
+        "midlayer.self_attn.k_proj.weight": linear(keys, 2 * width, 2.0),
+        "midlayer.self_attn.v_proj.weight": linear(keys, 2 * width, 2.0),
+        "midlayer.self_attn.o_proj.weight": linear(width, queries),
+        "midlayer.mlp.gate_proj.weight": linear(inner, width),
+        "midlayer.mlp.up_proj.weight": linear(inner, width),
+        "midlayer.mlp.down_proj.weight": linear(width, inner),
+    }
+    for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm"):
+        found[f"{name}.weight"] = 0.5 + torch.rand(width) if norms else torch.ones(width)
+    ids = torch.randperm(VOCAB)[:DRAFT].sort().values
+    found["d2t"] = ids - torch.arange(DRAFT)
+    found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    return found
+
+
+def specforge(config: dict, state: dict, case: SimpleNamespace, folder: Path) -> dict[str, torch.Tensor]:
+    """Logits [steps, S, DRAFT] of one sequence, and its teacher: softmax over the draft vocabulary."""
+    import specforge.algorithms.eagle3.model as eagle3
+    from specforge.core import loss
+    from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
+    from specforge.utils import padding
+
+    # The package's loss is a GPU kernel; its own reference for it runs anywhere. No logit depends on it.
+    eagle3.LogSoftmaxLoss = SimpleNamespace(apply=loss._compute_loss)
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    draft = AutoDraftModel.from_config(
+        AutoDraftModelConfig.from_file(str(path)), attention_backend="sdpa", torch_dtype=torch.float32
+    )
+    missing, unexpected = draft.load_state_dict(state, strict=False)
+    assert not missing, missing
+    assert not unexpected, unexpected
+    logits = record(draft, "compute_logits")
+    model = eagle3.OnlineEagle3Model(draft, length=case.steps, attention_backend="sdpa").eval()
+    # Its data pipeline shifts ids and teacher by one and leaves the mask.
+    ids, final = padding(case.token_ids[None], left=False), padding(case.final[None], left=False)
+    mask = case.loss_mask.long()[None, :, None].clone()
+    mask[:, -1] = 0
+    teacher = final @ case.lm_head.T
+    with torch.no_grad():
+        model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), target=teacher, loss_mask=mask,
+            hidden_states=case.features[None],
+        )  # fmt: skip
+        shares = eagle3._compute_target_p(teacher, draft.t2d, mask)[0]
+    return {"specforge.logits": torch.cat(logits), "specforge.teacher": shares[0]}
+
+
+def speculators(config: dict, state: dict, case: SimpleNamespace, folder: Path) -> dict[str, torch.Tensor]:
+    """Logits [steps, T - 1, DRAFT] of the packed sequences: one row fewer for each, zeros behind them."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from speculators.train.data import CollateFn
+
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act",
+    )  # fmt: skip
+    layer = LlamaConfig(
+        **{name: config[name] for name in names},
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
+    )
+    layer._attn_implementation = "sdpa"
+    speculator = SpeculatorsConfig(
+        algorithm="eagle3",
+        default_proposal_method="greedy",
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=case.steps)],
+        verifier=VerifierConfig.from_pretrained(str(folder / "verifier")),
+    )
+    model = Eagle3DraftModel(
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=layer, draft_vocab_size=DRAFT, norm_before_residual=False, norm_before_fc=False,
+            norm_output=False, eagle_aux_hidden_state_layer_ids=[layer + 1 for layer in LAYERS],
+            speculators_config=speculator,
+        )
+    )  # fmt: skip
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in state.items()}
+    missing, unexpected = model.load_state_dict(renamed, strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"verifier_lm_head.weight", "verifier_norm.weight"}, missing
+    model.load_verifier_weights()
+    model = model.float().eval()
+    items, start = [], 0
+    for length in case.lengths:
+        part = slice(start, start + length)
+        start += length
+        items.append(
+            {
+                "input_ids": case.token_ids[part], "hidden_states": case.features[part],
+                "verifier_last_hidden_states": case.final_before_norm[part], "loss_mask": case.loss_mask[part].long(),
+                "lengths": torch.tensor([length]), "position_ids": torch.arange(length),
+            }
+        )  # fmt: skip
+    collate = CollateFn(sum(case.lengths) - 1, config["hidden_size"], dtype=torch.float32, preprocess=shift_batch)
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, given, found: logits.append(found.detach().clone()))
+    call, _ = Eagle3DraftModel.get_trainer_kwargs(
+        ttt_steps=case.steps, ttt_step_loss_decay=1.0, loss_fn="kl_div", loss_implementation="eager"
+    )
+    with torch.no_grad():
+        model(**collate(items), **call)
+    return {"speculators.logits": torch.cat(logits)}
+
+
+def record(owner: object, method: str) -> list[torch.Tensor]:
+    """A list that fills with what `owner.method` returns."""
+    found: list[torch.Tensor] = []
+    original = getattr(owner, method)
+
+    def recording(*args, **kwargs):
+        found.append(original(*args, **kwargs))
+        return found[-1].detach().clone()
+
+    setattr(owner, method, recording)
+    return found
+
+
+def generate(name: str, folder: Path) -> None:
+    width, heads, groups, head_dim, theta, lengths, steps, norms = CASES[name]
+    torch.manual_seed(list(CASES).index(name))
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_act": "silu", "tie_word_embeddings": False, "hidden_size": width, "intermediate_size": 2 * width + 8,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim, "vocab_size": VOCAB,
+        "draft_vocab_size": DRAFT, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": theta,
+        "rope_scaling": None, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(LAYERS)},
+    }  # fmt: skip
+    state = weights(config, norms)
+    tokens = sum(lengths)
+    verifier = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1,
+            num_attention_heads=heads, num_key_value_heads=groups, head_dim=head_dim, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    verifier.model.embed_tokens.weight.data = state["embed_tokens.weight"].clone()
+    verifier.lm_head.weight.data = torch.randn(VOCAB, width) / width**0.5
+    verifier.model.norm.weight.data = 0.5 + torch.rand(width)
+    before = torch.randn(tokens, width)
+    case = SimpleNamespace(
+        lengths=lengths, steps=steps, token_ids=torch.randint(1, VOCAB, (tokens,)),
+        loss_mask=torch.rand(tokens) < 0.8, features=torch.randn(tokens, len(LAYERS) * width),
+        final_before_norm=before, final=verifier.model.norm(before).detach(), lm_head=verifier.lm_head.weight.detach(),
+    )  # fmt: skip
+    found = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        verifier.save_pretrained(Path(temporary, "verifier"))
+        if len(lengths) == 1:  # SpecForge does not pack
+            found |= specforge(config, state, case, Path(temporary))
+        found |= speculators(config, state, case, Path(temporary))
+    inputs = {key: getattr(case, key) for key in ("token_ids", "loss_mask", "features", "final", "lm_head")}
+    peers = {peer: version(peer) for peer in ("specforge", "speculators", "torch", "transformers")}
+    metadata = {"config": json.dumps(config), "lengths": json.dumps(lengths), "peers": json.dumps(peers)}
+    tensors = {f"drafter.{key}": value for key, value in state.items()} | inputs | found
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors", metadata)
+    print(name, {key: list(value.shape) for key, value in found.items()})
+
+
+if __name__ == "__main__":
+    for each in CASES:
+        generate(each, Path(sys.argv[1]))

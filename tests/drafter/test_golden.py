@@ -1,0 +1,73 @@
+"""Logits of every step are those of SpecForge's and speculators' own code, on the same weights and inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from drafter.config import DrafterConfig
+from drafter.model import Drafter
+from drafter.ttt import unroll
+from drafter.verifier_head import VerifierHead
+from vocab.mapping import DraftVocab
+
+GOLDEN = Path(__file__).parent / "golden"
+CLOSE = {"atol": 1e-4, "rtol": 0}
+
+
+class Golden:
+    def __init__(self, name: str) -> None:
+        with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
+            self.tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        self.config = json.loads(metadata["config"])
+        self.lengths: list[int] = json.loads(metadata["lengths"])
+        self.weights = {
+            key.removeprefix("drafter."): value for key, value in self.tensors.items() if key.startswith("drafter.")
+        }
+        layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        config = DrafterConfig.from_verifier(self.config, self.config["draft_vocab_size"], layers)
+        self.vocab = DraftVocab(self.weights["d2t"].numpy(), self.weights["t2d"].numpy())
+        self.drafter = Drafter(config, self.vocab, self.weights["embed_tokens.weight"])
+        self.drafter.load_state_dict(self.weights)
+
+    @torch.no_grad()
+    def logits(self, steps: int) -> list[Tensor]:
+        tensors = self.tensors
+        found = unroll(self.drafter, tensors["token_ids"], tensors["features"], self.lengths, steps)
+        return [self.drafter.logits(step.hidden_ND) for step in found]
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "wide_heads"])
+def test_logits_of_every_step_are_specforges(name: str) -> None:
+    golden = Golden(name)
+    theirs = golden.tensors["specforge.logits"]
+    assert theirs.abs().mean() > 1
+    for step, ours in enumerate(golden.logits(len(theirs))):
+        torch.testing.assert_close(ours, theirs[step], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "wide_heads", "packed"])
+def test_logits_of_every_step_are_speculators(name: str) -> None:
+    golden = Golden(name)
+    theirs = golden.tensors["speculators.logits"]
+    for step, ours in enumerate(golden.logits(len(theirs))):
+        their_start, our_start = 0, 0
+        for length in golden.lengths:
+            rows = max(0, length - 1 - step)  # later ones have no token to be fed
+            torch.testing.assert_close(
+                ours[our_start : our_start + rows], theirs[step, their_start : their_start + rows], **CLOSE
+            )
+            their_start, our_start = their_start + length - 1, our_start + length
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "wide_heads"])
+def test_the_teacher_is_specforges(name: str) -> None:
+    golden = Golden(name)
+    ours = VerifierHead(golden.tensors["lm_head"], golden.vocab).draft_logits(golden.tensors["final"]).softmax(-1)
+    torch.testing.assert_close(ours[1:], golden.tensors["specforge.teacher"][:-1], atol=1e-5, rtol=0)

@@ -1,0 +1,146 @@
+"""The unroll is the dense one, in values and gradients, and a row sees what a server's cache would hold, no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense import dense_unroll, small_batch, small_drafter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.errors import DrafterError
+from drafter.model import Drafter
+from drafter.ttt import attend, unroll
+
+quick = settings(deadline=None, max_examples=40)
+heads = st.sampled_from([(1, 1, 8), (4, 4, 2), (4, 2, 6), (6, 2, 4), (3, 1, 10)])
+
+
+def gradients(drafter: Drafter) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad()
+    return found
+
+
+def assert_close(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> None:
+    """Each element off by at most `tolerance` of the largest one."""
+    torch.testing.assert_close(found, truth, atol=tolerance * max(1.0, truth.abs().max().item()), rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@quick
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.integers(1, 7),
+    heads,
+    st.integers(1, 4),
+    st.integers(0, 99),
+)
+def test_values_and_gradients_are_those_of_one_dense_softmax(
+    dtype: torch.dtype,
+    tolerance: float,
+    lengths: list[int],
+    steps: int,
+    shape: tuple[int, int, int],
+    captured: int,
+    seed: int,
+) -> None:
+    attention, groups, width = shape
+    drafter = small_drafter(
+        seed, dtype, num_attention_heads=attention, num_key_value_heads=groups, head_dim=width,
+        capture_layers=tuple(range(captured)),
+    )  # fmt: skip
+    batch = small_batch(drafter, lengths, seed)
+    ours_features, theirs_features = batch.features.clone().requires_grad_(), batch.features.clone().requires_grad_()
+    ours = [step.hidden_ND for step in unroll(drafter, batch.token_ids, ours_features, lengths, steps)]
+    theirs = dense_unroll(drafter, batch.token_ids, theirs_features, lengths, steps)
+    weights = [torch.randn_like(hidden) / sum(lengths) for hidden in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, tolerance)
+    sum((hidden * weight).sum() for hidden, weight in zip(ours, weights, strict=True)).backward()
+    our_gradients = gradients(drafter)
+    sum((hidden * weight).sum() for hidden, weight in zip(theirs, weights, strict=True)).backward()
+    their_gradients = gradients(drafter)
+    assert set(our_gradients) == set(their_gradients)
+    assert "embed_tokens.weight" not in our_gradients
+    for name, gradient in their_gradients.items():
+        assert_close(our_gradients[name], gradient, tolerance)
+    assert_close(ours_features.grad, theirs_features.grad, tolerance)
+
+
+@quick
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=3), st.integers(1, 5), st.integers(0, 99))
+def test_wanted_rows_are_what_they_are_among_all_rows(lengths: list[int], steps: int, seed: int) -> None:
+    drafter = small_drafter(seed)
+    batch = small_batch(drafter, lengths, seed)
+    wanted = (torch.rand(steps, sum(lengths)) < 0.7).cummin(dim=0).values
+    every = list(unroll(drafter, batch.token_ids, batch.features, lengths, steps))
+    some = list(unroll(drafter, batch.token_ids, batch.features, lengths, steps, wanted))
+    for step in range(steps):
+        assert torch.equal(some[step].rows_N, wanted[step].nonzero().squeeze(1))
+        torch.testing.assert_close(some[step].hidden_ND, every[step].hidden_ND[wanted[step]], atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_depends_on_tokens_up_to_the_one_it_is_fed_and_on_features_up_to_its_own() -> None:
+    drafter = small_drafter()
+    batch = small_batch(drafter, [5, 12])
+    steps, row, start = 4, 3, 5
+    before = list(unroll(drafter, batch.token_ids, batch.features, batch.lengths, steps))
+    for step in range(steps):
+        tokens, features = batch.token_ids.clone(), batch.features.clone()
+        seen = torch.zeros(17, dtype=torch.bool)
+        seen[start + 1 : start + row + 2 + step] = True  # tokens 1 .. t+1+k; token 0 is only ever a feature
+        tokens[~seen] = (tokens[~seen] + 1) % drafter.config.vocab_size
+        features[:start], features[start + row + 1 :] = 7.0, -7.0
+        after = list(unroll(drafter, tokens, features, batch.lengths, steps))
+        torch.testing.assert_close(after[step].hidden_ND[start + row], before[step].hidden_ND[start + row])
+        tokens[start + row + 1 + step] = (tokens[start + row + 1 + step] + 1) % drafter.config.vocab_size
+        fed = list(unroll(drafter, tokens, features, batch.lengths, steps))
+        assert not torch.allclose(fed[step].hidden_ND[start + row], before[step].hidden_ND[start + row])
+
+
+def test_bf16_stays_as_close_to_fp32_at_every_step_as_the_dense_softmax_does() -> None:
+    drafter = small_drafter(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    with torch.no_grad():  # sharp scores, as a trained drafter has
+        drafter.midlayer.self_attn.q_proj.weight.mul_(4)
+    batch = small_batch(drafter, [40])
+    truth = dense_unroll(drafter, batch.token_ids, batch.features, [40], 6)
+    half = drafter.bfloat16()
+    ours = [s.hidden_ND for s in unroll(half, batch.token_ids, batch.features, [40], 6)]
+    dense = dense_unroll(half, batch.token_ids, batch.features.bfloat16(), [40], 6)
+    for step in range(6):
+        error, allowed = ((found[step] - truth[step]).norm() for found in (ours, dense))
+        assert error < 1.2 * allowed
+
+
+def test_bf16_attention_is_near_the_exact_one_even_where_a_rows_later_keys_compete_with_the_causal_ones() -> None:
+    torch.manual_seed(0)
+    rows, heads, groups, width = 64, 4, 2, 64
+    query = (8 * torch.randn(rows, heads, width)).bfloat16()  # scores up to 70, as a trained head may have
+    key = (0.3 * torch.randn(rows, groups, width) + query[:, ::2].float() / 11).bfloat16()
+    value = torch.randn(rows, groups, width).bfloat16()
+    later = [
+        ((key * (1 + 0.02 * torch.randn(rows, groups, 1))).bfloat16(), torch.randn(rows, groups, width).bfloat16())
+        for _ in range(3)
+    ]
+    found = attend(query, key, value, later, torch.arange(rows), [rows])
+    wide = [(one.double(), other.double()) for one, other in later]
+    exact = attend(query.double(), key.double(), value.double(), wide, torch.arange(rows), [rows])
+    assert (found - exact).norm() < 0.009 * exact.norm()  # 0.015 when the sink's score is rounded to bf16
+
+
+@pytest.mark.parametrize(
+    ("lengths", "features", "steps", "said"),
+    [
+        ([4, 4], (9, 48), 2, "add up to 9 tokens"),
+        ([9, 0], (9, 48), 2, "expected positive ones"),
+        ([9], (9, 32), 2, "expected [9, 48] (3 captured layers of 16), found [9, 32]"),
+        ([9], (9, 48), 0, "steps: expected at least 1"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    lengths: list[int], features: tuple[int, int], steps: int, said: str
+) -> None:
+    with pytest.raises(DrafterError) as error:
+        list(unroll(small_drafter(), torch.zeros(9, dtype=torch.int64), torch.zeros(features), lengths, steps))
+    assert said in str(error.value)
