@@ -55,7 +55,7 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
             _require_lasting(recipe.dataset.uri)
             run(recipe, args)
     except StatehouseError as error:
-        print(one_line(error), file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         code = 1
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,10 +87,6 @@ def _require_lasting(uri: str) -> None:
 def _submitted() -> bool:
     """Whether this process is the driver of a `ray job submit`."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-
-
-def one_line(error: StatehouseError) -> str:
-    return f"error: {' '.join(str(error).split())}"
 
 
 def _stopped(_signal: int, _frame: FrameType | None) -> None:

@@ -92,7 +92,7 @@ class Supervisor:
                         raise error.cause from None
                     failure = str(error.cause or error)
                 except ray.exceptions.RayActorError as error:
-                    failure = f"the replica died ({_reason(error)})"
+                    failure = f"the replica died: {_reason(error)}"
                 else:
                     done(task.unit, result)
                     continue
@@ -103,11 +103,11 @@ class Supervisor:
 
     def _failed(self, task: _Task, failure: str) -> None:
         task.attempts += 1
-        job.log.warning("unit failed attempt=%d/%d reason=%s", task.attempts, self.config.max_attempts, failure)
+        job.log.warning("unit failed attempt=%d/%d reason=%s", task.attempts, self.config.max_attempts, _first(failure))
         if task.attempts >= self.config.max_attempts:
             raise ReplicaFailed(
-                f"a work unit failed {task.attempts} times, the last time with: {failure}; what is stored stays, "
-                "run the same command again once the cause is gone"
+                f"a work unit failed {task.attempts} times; what is stored stays, run the same command again once the "
+                f"cause is gone: {failure}"
             )
 
     def _replace(self, actor: Any, load: dict[Any, int]) -> None:
@@ -140,7 +140,7 @@ class Supervisor:
                 failure = _reason(error)
             ray.kill(actor, no_restart=True)
             self.actors.remove(actor)
-            job.log.warning("call failed method=%s attempt=%d reason=%s", method, attempt, failure)
+            job.log.warning("call failed method=%s attempt=%d reason=%s", method, attempt, _first(failure))
         raise ReplicaFailed(f"the replica failed {self.config.max_attempts} times, the last time with: {failure}")
 
     def stop(self) -> None:
@@ -154,13 +154,17 @@ class Supervisor:
         self.actors.clear()
 
 
+def _first(text: str) -> str:
+    return text.splitlines()[0] if text else text
+
+
 def _reason(error: Exception) -> str:
-    """The root of an actor's death in one line: a StatehouseError raised by its constructor, or Ray's own words."""
+    """The root of an actor's death : a StatehouseError raised by its constructor, or Ray's own words."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("storage.errors.")]
     if ours:
         at = lines.index(ours[-1])
-        return " ".join([ours[-1].split(": ", 1)[-1], *lines[at + 1 :]])
+        return "\n".join([ours[-1].split(": ", 1)[-1], *lines[at + 1 :]])  # behind the first: the engine's log
     if not lines:
         return type(error).__name__
     return lines[-1].split(" Some common causes")[0]  # a page of guesses follows

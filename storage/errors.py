@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class StatehouseError(Exception):
-    """Base of every error a user can cause or meet. Jobs and commands print it as one line and exit with 1."""
+    """Base of every error a user can cause or meet. Jobs and commands print it and exit with 1.
+
+    One line says it all; a ReplicaFailed may show the end of the engine's log below.
+    """
 
 
 class ContractMismatch(StatehouseError):
