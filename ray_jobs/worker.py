@@ -14,7 +14,8 @@ import numpy as np
 
 from ray_jobs.inputs import Verifier
 from ray_jobs.recipe import Recipe
-from ray_jobs.replicas.replica import Sampling, open_replica
+from ray_jobs.replicas import open_replica
+from ray_jobs.replicas.replica import Sampling
 from ray_jobs.supervisor import Supervisor, require_resources
 from ray_jobs.verifier import resolve_verifier
 from storage.errors import ReplicaFailed

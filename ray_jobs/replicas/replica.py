@@ -8,7 +8,6 @@ final state *after* the last norm, i.e. what the lm_head reads.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -153,18 +152,6 @@ class Replica(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def open_replica(config: ReplicaConfig, folder: Path, capture_layers: Sequence[int]) -> Replica:
-    """The replica that `config` names, not started. folder: a verifier on disk (ray_jobs.verifier)."""
-    layers = tuple(int(layer) for layer in capture_layers)
-    if config.engine == "transformers":
-        from ray_jobs.replicas.transformers import TransformersReplica
-
-        return TransformersReplica(config, Path(folder), layers)
-    from ray_jobs.replicas.sglang import SGLangReplica
-
-    return SGLangReplica(config, Path(folder), layers)
 
 
 # ---- checks that every engine shares -------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ray_jobs.replicas.replica import ReplicaConfig, open_replica
+from ray_jobs.replicas import open_replica
+from ray_jobs.replicas.replica import ReplicaConfig
 from ray_jobs.verifier import resolve_verifier
 from storage import open_dataset
 

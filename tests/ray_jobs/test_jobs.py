@@ -19,7 +19,8 @@ from jobs import ROOT, Finished, finish, start_driver
 
 from ray_jobs.inputs import Inputs
 from ray_jobs.recipe import load_recipe
-from ray_jobs.replicas.replica import ReplicaConfig, open_replica
+from ray_jobs.replicas import open_replica
+from ray_jobs.replicas.replica import ReplicaConfig
 from storage import open_dataset
 from storage.objects import LocalStore
 from vocab.mapping import DraftVocab

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ray_jobs.replicas import engine_process
+from ray_jobs.replicas import engine_process, open_replica
 from ray_jobs.replicas.engine_process import CPU_PATH, ENGINE_PATH
-from ray_jobs.replicas.replica import ReplicaConfig, open_replica
+from ray_jobs.replicas.replica import ReplicaConfig
 from ray_jobs.replicas.sglang import SGLangReplica, engine_layer_ids, read_states
 from storage.errors import RecipeError, ReplicaFailed
 

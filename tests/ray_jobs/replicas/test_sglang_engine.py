@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ray_jobs.replicas.replica import Replica, ReplicaConfig, Sampling, open_replica
+from ray_jobs.replicas import open_replica
+from ray_jobs.replicas.replica import Replica, ReplicaConfig, Sampling
 from ray_jobs.replicas.sglang import SGLangReplica
 from ray_jobs.verifier import default_capture_layers, resolve_verifier
 from storage.errors import ReplicaFailed, StatehouseError

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ray_jobs.replicas.replica import ReplicaConfig, Sampling, open_replica
+from ray_jobs.replicas import open_replica
+from ray_jobs.replicas.replica import ReplicaConfig, Sampling
 from storage.errors import RecipeError, ReplicaFailed, StatehouseError
 
 torch = pytest.importorskip("torch")
