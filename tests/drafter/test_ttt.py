@@ -23,7 +23,7 @@ def gradients(drafter: Drafter) -> dict[str, torch.Tensor]:
 
 
 def assert_close(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> None:
-    """Each element off by at most `tolerance` of the largest one."""
+    """Each element off by at most `tolerance` of the largest one, and never asked to be closer than `tolerance`."""
     torch.testing.assert_close(found, truth, atol=tolerance * max(1.0, truth.abs().max().item()), rtol=0)
 
 
@@ -63,6 +63,8 @@ def test_values_and_gradients_are_those_of_one_dense_softmax(
     their_gradients = gradients(drafter)
     assert set(our_gradients) == set(their_gradients)
     assert "embed_tokens.weight" not in our_gradients
+    # Of the largest gradient of all: where one cancels to zero (a softmax over one key), rounding of the others is left.
+    tolerance *= max(1.0, *(gradient.abs().max().item() for gradient in their_gradients.values()))
     for name, gradient in their_gradients.items():
         assert_close(our_gradients[name], gradient, tolerance)
     assert_close(ours_features.grad, theirs_features.grad, tolerance)
