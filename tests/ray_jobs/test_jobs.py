@@ -18,7 +18,6 @@ import pytest
 from jobs import ROOT, Finished, finish, start_driver
 
 from ray_jobs.inputs import Inputs
-from ray_jobs.recipe import load_recipe
 from ray_jobs.replicas import open_replica
 from ray_jobs.replicas.replica import ReplicaConfig
 from storage import open_dataset
@@ -338,7 +337,3 @@ def test_more_replicas_than_the_cluster_can_hold_is_an_error_not_a_wait(
     failed = run_job("extract", path, "extraction.replica.gpus=8")
     assert failed.code == 1
     assert "8 GPUs, but the cluster has" in failed.errors[0]
-
-
-def test_every_recipe_key_of_the_tiny_recipe_is_known(recipe: Recipe) -> None:
-    assert load_recipe(recipe()).name == "tiny"
