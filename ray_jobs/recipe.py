@@ -13,6 +13,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drafter.recipe import DrafterSection, TrainingSection
 from ray_jobs.replicas.replica import ReplicaConfig
 from ray_jobs.verifier import VerifierShape
 from storage.config import DatasetConfig
@@ -90,6 +91,13 @@ class EvaluationConfig(Section):
     # Share of prompt groups held out: coverage is reported on them, drafters never train on them.
     held_out: float = Field(default=0.02, ge=0, lt=1)
     seed: int = 0
+    # Draft lengths k at which the acceptance length tau(k) is measured; the largest is also the one that is served.
+    draft_lengths: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1)
+    # JSONL prompts to serve, local or on object storage; the held-out ones of the dataset by default.
+    prompts: tuple[PromptSource, ...] = ()
+    # At most this many prompts are served, and this many new tokens are asked for each.
+    serve_prompts: int = Field(default=20, gt=0)
+    serve_tokens: int = Field(default=64, gt=0)
 
 
 class Recipe(Section):
@@ -100,7 +108,14 @@ class Recipe(Section):
     dataset: DatasetConfig
     extraction: ExtractionConfig = ExtractionConfig()
     vocab: VocabConfig = VocabConfig()
+    drafter: DrafterSection = DrafterSection()
+    training: TrainingSection = TrainingSection()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def run_uri(self) -> str:
+        """Where the training run of this recipe lies, beside its dataset."""
+        return f"{self.dataset.uri}-runs/{self.training.run or self.name}"
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
