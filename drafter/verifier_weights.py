@@ -68,7 +68,7 @@ def read_verifier_weights(folder: str | os.PathLike[str]) -> VerifierWeights:
 
 def _names(root: Path) -> dict[str, str]:
     """{tensor: file} of a checkpoint without an index."""
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted(root.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path.name)
