@@ -55,11 +55,11 @@ def test_the_way_from_prompts_to_coverage(recipe: Recipe, run_job: Run, tiny_ver
     uri = str(tmp_path / "dataset")
     for job, complaint in (("generate", "no prepared prompts"), ("coverage", "no dataset here")):
         early = run_job(job, path)
-        assert early.code == 1
+        assert early.code == 1, early.err
         assert complaint in early.errors[0]
     ok(run_job("prepare", path))
     early = run_job("extract", path)
-    assert early.code == 1
+    assert early.code == 1, early.err
     assert "24 of 24 prompts have no response yet" in early.errors[0]
     ok(run_job("generate", path))
     ok(run_job("extract", path, "extraction.replicas=2"))
@@ -210,7 +210,7 @@ def test_a_damaged_shard_is_named_and_repair_extracts_it_again(
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
     refused = run_job("extract", path)
-    assert refused.code == 1
+    assert refused.code == 1, refused.err
     assert "hidden/c/0/1/0/0" in refused.errors[0]
     assert "--repair" in refused.errors[0]
     assert not (uri / "seal.json").exists()
@@ -230,7 +230,7 @@ def test_refused_prompts_fail_the_job_name_the_first_and_leave_nothing_that_coun
     path = prepared(recipe([{"prompt": "what was prepared before"}]))
     recipe(rows)
     failed = run_job("prepare", path)
-    assert failed.code == 1
+    assert failed.code == 1, failed.err
     assert "3 of 4 prompts were refused" in failed.errors[0]
     assert "prompts.jsonl:2" in failed.errors[0]
     rejects = pq.read_table(tmp_path / "dataset-inputs" / "rejects.parquet").to_pylist()
@@ -245,7 +245,7 @@ def test_refused_prompts_fail_the_job_name_the_first_and_leave_nothing_that_coun
 
 def test_an_empty_file_of_prompts_is_named(recipe: Recipe, run_job: Run) -> None:
     failed = run_job("prepare", recipe([]))
-    assert failed.code == 1
+    assert failed.code == 1, failed.err
     assert "no rows" in failed.errors[0]
 
 
@@ -257,11 +257,11 @@ def test_a_dataset_of_another_plan_is_left_alone(
     before = LocalStore(tmp_path / "dataset").sizes()
     recipe(GIVEN[:30])
     stale = run_job("extract", path, "dataset.max_length=150")
-    assert stale.code == 1
+    assert stale.code == 1, stale.err
     assert "prepared from other prompts" in stale.errors[0]
     prepared(path)
     failed = run_job("extract", path)
-    assert failed.code == 1
+    assert failed.code == 1, failed.err
     assert "already holds another plan" in failed.errors[0]
     assert LocalStore(tmp_path / "dataset").sizes() == before
 
@@ -279,7 +279,7 @@ def test_no_free_port_is_named_by_the_job(recipe: Recipe, prepared: Prepared, ru
             extraction={"replica": {"engine": "sglang", "ports": f"{port}-{port}"}, "max_attempts": 1},
         )
         failed = run_job("generate", prepared(path))
-    assert failed.code == 1
+    assert failed.code == 1, failed.err
     assert "port" in failed.errors[0]
     assert str(port) in failed.errors[0]
     assert len(failed.errors) == 1
@@ -306,7 +306,7 @@ def test_bad_input_is_one_line_and_an_exit_code(
         override.replace(name, folders[name]) for override in overrides for name in folders if name in override
     ] or overrides
     failed = run_job("prepare", recipe(), *overrides)
-    assert failed.code == 1
+    assert failed.code == 1, failed.err
     assert len(failed.errors) == 1
     assert message in failed.errors[0]
     assert "Traceback" not in failed.err
@@ -325,7 +325,7 @@ def test_a_bucket_that_is_not_there_and_wrong_credentials_are_named(
     recipe: Recipe, run_job: Run, uri: str, environment: dict[str, str], message: str
 ) -> None:
     failed = run_job("prepare", recipe(dataset={"uri": uri}), **environment)
-    assert failed.code == 1
+    assert failed.code == 1, failed.err
     assert message in failed.errors[0]
     assert "wrong-secret" not in failed.err
 
@@ -335,5 +335,5 @@ def test_more_replicas_than_the_cluster_can_hold_is_an_error_not_a_wait(
 ) -> None:
     path = prepared(recipe(GIVEN[:5]))
     failed = run_job("extract", path, "extraction.replica.gpus=8")
-    assert failed.code == 1
+    assert failed.code == 1, failed.err
     assert "8 GPUs, but the cluster has" in failed.errors[0]
