@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -108,6 +109,18 @@ def _stopped(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(143)  # unwinds, so that replicas are ended in order
 
 
+def _forwarded() -> dict[str, str]:
+    """Variables for the workers, less those that came with `ray job submit --runtime-env-json`.
+
+    Ray hands the latter on itself, and refuses a driver that names one of them again, be it with the same value.
+    """
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    of_the_job = (config.get("runtime_env") or {}).get("env_vars") or {}
+    return {name: value for name, value in environment.items() if name not in of_the_job}
+
+
 def start_ray() -> None:
     """Connects to the cluster this process belongs to, or starts a local Ray. Does nothing when already connected."""
     cluster = os.environ.get("RAY_ADDRESS")
@@ -118,8 +131,7 @@ def start_ray() -> None:
 
     if ray.is_initialized():
         return
-    environment = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
-    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment = _forwarded()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     runtime_env: dict[str, object] = {"env_vars": environment}
     root = str(Path(__file__).resolve().parent.parent)
