@@ -154,7 +154,7 @@ def load_sglang(
     Raises DrafterError that names file and field when something is missing, left over, of another shape or type, or
     when the drafter computes what SGLang's plain EAGLE-3 layer does not.
     """
-    config = _config(Path(folder, CONFIG), capture_layers)
+    config = read_config(folder, capture_layers)
     where = f"{Path(folder, TENSORS)}"
     try:
         tensors = load(Path(where).read_bytes())
@@ -201,8 +201,12 @@ def _check_tensors(where: str, tensors: Mapping[str, Tensor], shapes: Mapping[st
             raise DrafterError(f"{where}: {name}: expected finite numbers, found NaN or infinity; train it again")
 
 
-def _config(path: Path, capture_layers: Sequence[int] | None) -> DrafterConfig:
-    """The checked config of a drafter that SGLang would serve as this package computes it."""
+def read_config(folder: str | os.PathLike[str], capture_layers: Sequence[int] | None = None) -> DrafterConfig:
+    """The checked config of the drafter in `folder`, which SGLang would serve as this package computes it.
+
+    capture_layers: as for `load_sglang`. Raises DrafterError that names file and field.
+    """
+    path = Path(folder, CONFIG)
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from ray_jobs.recipe import Recipe
+from ray_jobs.recipe import PromptSource, Recipe
 from storage.errors import RecipeError
 from storage.sequences import sequence_id
 
@@ -107,8 +107,13 @@ def expand(path: str) -> list[str]:
 
 def input_files(recipe: Recipe) -> list[dict[str, Any]]:
     """{path, source, limit} of every file the recipe names, each file once. Raises RecipeError for missing ones."""
+    return files_of(recipe.prompts)
+
+
+def files_of(sources: Iterable[PromptSource]) -> list[dict[str, Any]]:
+    """The same of any sources."""
     files: dict[str, dict[str, Any]] = {}
-    for entry in recipe.prompts:
+    for entry in sources:
         for path in expand(entry.path):
             source = entry.source or PurePosixPath(path).name.split(".")[0]
             files.setdefault(path, {"path": path, "source": source, "limit": entry.limit})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +18,7 @@ from ray_jobs.replicas.replica import ReplicaConfig
 from ray_jobs.verifier import VerifierShape
 from storage.config import DatasetConfig
 from storage.errors import RecipeError
+from vocab.config import VocabConfig
 
 
 class Section(BaseModel):
@@ -78,26 +79,23 @@ class ExtractionConfig(Section):
     tokens_per_second: float | None = Field(default=None, gt=0)
 
 
-class VocabConfig(Section):
-    # Draft vocabulary; None saves the coverage table only.
-    size: int | None = Field(default=32000, gt=0)
-    # Sizes of the coverage table; a standard list by default.
-    sizes: tuple[int, ...] | None = None
-    policy: str = Field(default="frequency", pattern="^frequency$")
-    force_special_tokens: bool = True
-
-
 class EvaluationConfig(Section):
     # Share of prompt groups held out: coverage is reported on them, drafters never train on them.
     held_out: float = Field(default=0.02, ge=0, lt=1)
     seed: int = 0
     # Draft lengths k at which the acceptance length tau(k) is measured; the largest is also the one that is served.
-    draft_lengths: tuple[int, ...] = Field(default=(1, 2, 3), min_length=1)
+    draft_lengths: tuple[Annotated[int, Field(ge=1, le=32)], ...] = Field(default=(1, 2, 3), min_length=1)
+    # Held-out tokens of one Ray task: with a small verifier a minute of one core. What fits into one is measured at once.
+    task_tokens: int = Field(default=32768, gt=0)
     # JSONL prompts to serve, local or on object storage; the held-out ones of the dataset by default.
     prompts: tuple[PromptSource, ...] = ()
     # At most this many prompts are served, and this many new tokens are asked for each.
     serve_prompts: int = Field(default=20, gt=0)
     serve_tokens: int = Field(default=64, gt=0)
+    # Only float32 proves that the output is the verifier's own: in bfloat16 rounding decides too often.
+    serve_dtype: Literal["float32", "bfloat16"] = "float32"
+    # What reads the served output again: sglang starts a second engine on extraction.replica's GPUs.
+    oracle: Literal["transformers", "sglang"] = "transformers"
 
 
 class Recipe(Section):

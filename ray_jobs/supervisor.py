@@ -92,7 +92,7 @@ class Supervisor:
                         raise error.cause from None
                     failure = str(error.cause or error)
                 except ray.exceptions.RayActorError as error:
-                    failure = f"the replica died: {_reason(error)}"
+                    failure = f"the replica died: {reason_of(error)}"
                 else:
                     done(task.unit, result)
                     continue
@@ -137,7 +137,7 @@ class Supervisor:
                     raise error.cause from None
                 failure = str(error.cause or error)
             except ray.exceptions.RayActorError as error:
-                failure = _reason(error)
+                failure = reason_of(error)
             ray.kill(actor, no_restart=True)
             self.actors.remove(actor)
             job.log.warning("call failed method=%s attempt=%d reason=%s", method, attempt, _first(failure))
@@ -158,7 +158,7 @@ def _first(text: str) -> str:
     return text.splitlines()[0] if text else text
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The root of an actor's death : a StatehouseError raised by its constructor, or Ray's own words."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("storage.errors.")]

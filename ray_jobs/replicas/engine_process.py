@@ -92,6 +92,7 @@ class EngineProcess:
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "MKL_NUM_THREADS": str(self.config.threads),
                 "TMPDIR": str(self.private),  # SGLang leaves its sockets behind
+                "TORCH_COMPILE_DISABLE": "1",  # speculation has two tiny functions compiled, by g++, for most of a minute
             }
             ranks = int(arguments["tp_size"])
             if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in env:

@@ -73,6 +73,45 @@ def engine_layer_ids(capture_layers: Sequence[int], model_type: str) -> list[int
     return ids
 
 
+def engine_arguments(config: ReplicaConfig, folder: Path, wrapped: bool, ports: list[int]) -> dict[str, Any]:
+    """sglang.Engine's arguments that capture and serving share; config.args win where nothing here depends on them.
+
+    wrapped: whether the language model is a part of a multi-modal one. ports: two free ones.
+    """
+    arguments: dict[str, Any] = {
+        "log_level": "info",
+        "skip_server_warmup": True,
+        "grammar_backend": "none",
+        "tp_size": max(1, config.gpus),
+    }
+    if wrapped:  # Kimi-K2.5: the language model alone, no image processor
+        arguments["enable_multimodal"] = False
+    if config.gpus == 0:
+        arguments |= {
+            "mem_fraction_static": 0.2,
+            "max_total_tokens": config.max_total_tokens,
+            "max_running_requests": 64,
+            "chunked_prefill_size": -1,
+            "prefill_attention_backend": "intel_amx",  # the stand-in's, batched over requests in decode
+            "decode_attention_backend": "intel_amx",
+        }
+    arguments |= config.args
+    if "attention_backend" in config.args:  # one name for both: ours for each would win over it
+        for name in ("prefill_attention_backend", "decode_attention_backend"):
+            if name not in config.args:
+                arguments.pop(name, None)
+    return arguments | {
+        "model_path": str(folder),
+        "dtype": config.dtype,
+        "device": "cuda" if config.gpus else "cpu",
+        "nccl_port": ports[0],
+        "port": ports[1],
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "sampling_backend": "pytorch",
+    }
+
+
 class SGLangReplica(Replica):
     """One sglang.Engine in its own process, with capture."""
 
@@ -118,38 +157,7 @@ class SGLangReplica(Replica):
 
     def _arguments(self, ports: list[int]) -> dict[str, Any]:
         """sglang.Engine's arguments. The recipe's own win, except where the capture depends on them."""
-        config = self.config
-        arguments: dict[str, Any] = {
-            "log_level": "info",
-            "skip_server_warmup": True,
-            "grammar_backend": "none",
-            "tp_size": max(1, config.gpus),
-        }
-        if self.wrapped:  # Kimi-K2.5: the language model alone, no image processor
-            arguments["enable_multimodal"] = False
-        if config.gpus == 0:
-            arguments |= {
-                "mem_fraction_static": 0.2,
-                "max_total_tokens": config.max_total_tokens,
-                "max_running_requests": 64,
-                "chunked_prefill_size": -1,
-                "prefill_attention_backend": "intel_amx",  # the stand-in's, batched over requests in decode
-                "decode_attention_backend": "intel_amx",
-            }
-        arguments |= config.args
-        if "attention_backend" in config.args:  # one name for both: ours for each would win over it
-            for name in ("prefill_attention_backend", "decode_attention_backend"):
-                if name not in config.args:
-                    arguments.pop(name, None)
-        return arguments | {
-            "model_path": str(self.folder),
-            "dtype": config.dtype,
-            "device": "cuda" if config.gpus else "cpu",
-            "nccl_port": ports[0],
-            "port": ports[1],
-            "skip_tokenizer_init": True,
-            "disable_radix_cache": True,
-            "sampling_backend": "pytorch",
+        return engine_arguments(self.config, self.folder, self.wrapped, ports) | {
             "enable_return_aux_hidden_states": True,
             "speculative_algorithm": "EAGLE3",  # names the layer convention; no drafter is loaded
             "return_aux_hidden_state_layer_ids": self._layer_ids,

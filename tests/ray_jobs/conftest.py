@@ -13,17 +13,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import pyarrow as pa
 import pytest
 import yaml
 from jobs import Finished, finish, free_ports, start_driver
 
-from ray_jobs.inputs import Inputs, inputs_hash, open_verifier
-from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, fingerprints, input_files, load_tokenizer, prepare_file
-from ray_jobs.recipe import load_recipe
+if TYPE_CHECKING:
+    from tiny_run import TinyRun
 
 MAX_LENGTH = 160
 
@@ -38,15 +36,18 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def tiny_verifier(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """8 layers, hidden size 64, vocabulary 49,152; random weights, so outputs are noise of the right shape."""
+    return make_verifier(tmp_path_factory.mktemp("verifier") / "tiny", smollm2, tie_word_embeddings=True)
+
+
+def make_verifier(folder: Path, smollm2: Path, **changed: Any) -> Path:
+    """A random Llama with the files of SmolLM2's tokeniser."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("verifier") / "tiny"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
-        tie_word_embeddings=True,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, **changed,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
@@ -86,7 +87,8 @@ def recipe(tiny_verifier: Path, tmp_path: Path) -> Callable[..., Path]:
 def ray_cluster() -> Iterator[dict[str, str]]:
     """A Ray of its own, as `ray start --head` makes it: environment for drivers, and for `ray job submit`."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets lie in it, and their paths must be short
-    port, dashboard, client = free_ports(3)
+    # The agent's too: with its default ports taken by another Ray on the machine, no job can be submitted.
+    port, dashboard, client, agent, agent_grpc, metrics = free_ports(6)
     # A submitted job's `python` is the cluster's.
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment = {
@@ -99,6 +101,8 @@ def ray_cluster() -> Iterator[dict[str, str]]:
             [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1",
              "--num-cpus=4", "--disable-usage-stats",
              f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+             f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}",
+             f"--metrics-export-port={metrics}",
              f"--temp-dir={folder}"],
             stdout=log, stderr=log, start_new_session=True, env=environment,
         )  # fmt: skip
@@ -143,22 +147,24 @@ def run_job(start_job: Callable[..., subprocess.Popen[str]]) -> Callable[..., Fi
 @pytest.fixture
 def prepared() -> Callable[[Path], Path]:
     """Does what `prepare` does, in this process, where `prepare` is not what is tested."""
+    from tiny_run import prepare
 
-    def prepare(path: Path) -> Path:
-        recipe = load_recipe(path)
-        verifier = open_verifier(recipe)
-        tokenizer = load_tokenizer(verifier.folder)
-        limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length)
-        rows = [
-            row
-            for file in input_files(recipe)
-            for row in prepare_file(file["path"], file["source"], None, tokenizer, limits)
-        ]
-        rows.sort(key=lambda row: row["id"])
-        prompts = pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)
-        Inputs(recipe.dataset.inputs_uri).write_prompts(
-            prompts, {"inputs_hash": inputs_hash(recipe, verifier), "files": fingerprints(recipe)}
-        )
+    def prepared(path: Path) -> Path:
+        prepare(path)
         return path
 
-    return prepare
+    return prepared
+
+
+@pytest.fixture(scope="session")
+def tiny_run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A finished run on a tiny verifier that says something else at every step (the other one repeats itself).
+
+    Tests that damage something copy it before.
+    """
+    from tiny_run import ROWS, make_run, write_recipe
+
+    lively = {"initializer_range": 0.3, "tie_word_embeddings": False}
+    tiny_verifier = make_verifier(tmp_path_factory.mktemp("verifier") / "lively", smollm2, **lively)
+    with pytest.MonkeyPatch.context() as patch:
+        return make_run(write_recipe(tmp_path_factory.mktemp("run"), tiny_verifier, ROWS), tiny_verifier, patch)

@@ -8,6 +8,7 @@ to the host on its own stream, and writes them into one file a request:
     $STATEHOUSE_CAPTURE_DIR/<rid>.states = HEADER | token ids int32 [T] | zeros to a multiple of 64 | states [T, L, H]
 
 The response carries `meta_info["statehouse"] = [{"path", "tokens", "chunks", "layer_errors"}]`, or `{"error"}`.
+In an engine that serves with a drafter it captures nothing, and notes what each verify pass accepted.
 The module imports nothing of the project: it must load where only this folder is on the path.
 
 Works on internals of SGLang 0.5.23; ray_jobs/replicas/sglang.py proves at each start that it still does.
@@ -45,6 +46,11 @@ def register() -> None:
         _let_deepseek_run_on_torch_native()
         if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
             _multiply_bf16_in_fp32(HookRegistry, HookType)
+    if not os.environ.get("STATEHOUSE_CAPTURE_LAYERS"):  # an engine that serves: nothing is captured
+        HookRegistry.register(
+            "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _note_pass, HookType.AFTER
+        )
+        return
     HookRegistry.register(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", _forward, HookType.AROUND
     )
@@ -243,6 +249,19 @@ class _LayerProbe:
             except (TypeError, AttributeError, RuntimeError):
                 errors.append(None)
         return tuple(errors)
+
+
+# ---- speculation ---------------------------------------------------------------------------------------------------
+
+
+def _note_pass(result, req, accepted):
+    """Remember what a verify pass accepted, in the response's `meta_info["statehouse_passes"]`.
+
+    SGLang streams such lists in step with the tokens: an entry a token, the count at a pass's first token.
+    """
+    req.customized_info = req.customized_info or {}
+    marks = req.customized_info.setdefault("statehouse_passes", [None])  # the first token is the prefill's
+    marks += [int(accepted)] + [None] * int(accepted)
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ death is the end of a pipe. One JSON object a line, both ways; stdin's end means
          {"id", "rid", "input_ids", "sampling_params", "capture"}     a request
          {"abort": rid}
     out: {"ready": {...}}                                             once
-         {"id", "output_ids", "finish_reason", "handle"} or {"id", "error"}
+         {"id", "output_ids", "finish_reason", "handle", "speculation"} or {"id", "error"}
 
 It imports nothing of the project. Its standard output and error are the engine's log.
 """
@@ -47,6 +47,16 @@ def _shared_memory(port_args) -> list:
 
     paths = [shm_path_for(value) for value in vars(port_args).values() if isinstance(value, str)]
     return [path for path in paths if os.path.exists(path)]
+
+
+def _speculation(meta: dict) -> dict:
+    """Verify passes and accepted drafts of one response, and the drafts that each pass accepted."""
+    passes = meta.get("statehouse_passes") or []
+    return {
+        "verifies": meta.get("spec_verify_ct", 0),
+        "accepted": meta.get("spec_num_correct_drafts", 0),
+        "passes": [count for count in passes if count is not None],
+    }
 
 
 class Host:
@@ -93,6 +103,7 @@ class Host:
                     "output_ids": list(result["output_ids"]),
                     "finish_reason": meta["finish_reason"],
                     "handle": handles[0] if handles else None,
+                    "speculation": _speculation(meta),
                 }
             )
         except Exception as error:

@@ -1,0 +1,187 @@
+"""evaluate on a tiny verifier: tau of a good drafter beside its controls, and everything that it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from jobs import Finished
+from tiny_run import ARGUMENTS, TinyRun, make_dataset, write_recipe
+
+from drafter.errors import DrafterError
+from drafter.export import CONFIG, TENSORS
+from ray_jobs import evaluate
+from ray_jobs.evaluate import CEILING, DRAFTER, EVALUATION, PLOT, SHIFTED, UNTRAINED
+from ray_jobs.inputs import Inputs, open_verifier
+from ray_jobs.measuring import held_out_sequences
+from storage import open_dataset
+from storage.errors import ContractMismatch, DatasetNotSealed, StatehouseError
+
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.fixture
+def made(tiny_run: TinyRun) -> TinyRun:
+    return tiny_run
+
+
+def evaluated(made: TinyRun, *overrides: str) -> dict[str, Any]:
+    evaluate.run(made.changed(*overrides), ARGUMENTS)
+    found: dict[str, Any] = json.loads(made.run.store.get(EVALUATION))
+    return found
+
+
+def test_a_good_drafter_is_above_its_controls_and_below_the_ceiling(
+    made: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluated(made)
+    every = found["sources"]["all"]
+    taus = {name: {k: one["tau"][k]["tau"] for k in ("1", "3")} for name, one in every["drafters"].items()}
+    for k in ("1", "3"):
+        assert taus[CEILING][k] >= taus[DRAFTER][k] > 1.3
+        assert taus[DRAFTER][k] > taus[UNTRAINED][k] + 0.2
+        assert taus[DRAFTER][k] > taus[SHIFTED][k] + 0.2
+    assert taus[DRAFTER]["3"] > taus[DRAFTER]["1"]
+    assert every["own_argmax"] > 0.95  # greedy output, up to states in bf16
+    low, high = every["drafters"][DRAFTER]["tau"]["3"]["interval_95"]
+    assert low <= taus[DRAFTER]["3"] <= high
+    out = capsys.readouterr().out
+    for name in (DRAFTER, UNTRAINED, SHIFTED, CEILING, "numbers", "colours", "Left out of the held-out sequences"):
+        assert name in out
+    assert found["dataset"]["fingerprint"] == open_dataset(made.recipe.dataset.uri).fingerprint
+    assert found["identity"] == made.run.identity()
+    assert found["provenance"]["packages"]["torch"]
+    plot = ElementTree.fromstring(made.run.store.get(PLOT))
+    assert plot.tag.endswith("svg")
+
+
+def test_sources_add_up_and_given_answers_are_left_out(made: TinyRun) -> None:
+    found = evaluated(made)
+    sources = found["sources"]
+    assert set(sources) == {"numbers", "colours", "all"}
+    assert found["left_out"]["given"] > 0
+    for name in (DRAFTER, UNTRAINED, SHIFTED, CEILING):
+        for k in ("1", "3"):
+            for count in ("verifies", "accepted", "cut_verifies", "cut_accepted"):
+                parts = [sources[source]["drafters"][name]["tau"][k][count] for source in ("numbers", "colours")]
+                assert sum(parts) == sources["all"]["drafters"][name]["tau"][k][count]
+    one = sources["all"]["drafters"][DRAFTER]["tau"]["3"]
+    assert one["tau"] == pytest.approx(1 + one["accepted"] / one["verifies"], abs=1e-6)
+    # Every token but the first of each response came from a pass: its accepted drafts, and one token more unless cut.
+    written = sources["all"]["tokens"] - sources["all"]["sequences"]
+    assert one["accepted"] + one["verifies"] - written <= sources["all"]["sequences"]
+    assert one["accepted"] + one["verifies"] >= written
+
+
+@pytest.mark.ray
+def test_the_job_spread_over_ray_tasks_measures_the_same(made: TinyRun, run_job: Callable[..., Finished]) -> None:
+    alone = evaluated(made)["sources"]
+    finished = run_job("evaluate", made.path, "evaluation.task_tokens=200")
+    assert finished.code == 0, finished.err
+    assert re.search(r"tasks=([2-9])/\1 ", finished.err)
+    assert "ceiling" in finished.out
+    assert json.loads(made.run.store.get(EVALUATION))["sources"] == alone
+
+
+def test_batches_change_nothing(made: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = evaluated(made)["sources"]
+    monkeypatch.setattr(evaluate, "_BATCH_TOKENS", 50)
+    assert evaluated(made)["sources"] == together
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["training.run=absent"], DrafterError, "there is no run here"),
+        (["evaluation.held_out=0"], StatehouseError, "raise evaluation.held_out"),
+        (["evaluation.held_out=0.9"], StatehouseError, "set them as they were in training"),
+        (["evaluation.seed=7"], StatehouseError, "set them as they were in training"),
+        (["dataset.uri=ABSENT"], StatehouseError, "no run here|no dataset"),
+    ],
+)
+def test_what_does_not_belong_together_is_one_line(
+    made: TinyRun, tmp_path: Path, overrides: list[str], error: type[Exception], message: str
+) -> None:
+    given = [one.replace("ABSENT", str(tmp_path / "absent")) for one in overrides]
+    with pytest.raises(error, match=message) as raised:
+        evaluate.run(made.changed(*given), ARGUMENTS)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def copied(made: TinyRun, tmp_path: Path) -> Path:
+    """The run's folder under another name, to be damaged."""
+    uri = Path(f"{made.recipe.dataset.uri}-runs") / f"copy-{tmp_path.name}"
+    shutil.copytree(made.recipe.run_uri, uri)
+    return uri
+
+
+def test_a_run_without_a_finished_drafter_is_named(made: TinyRun, copied: Path) -> None:
+    shutil.rmtree(copied / "drafter")
+    with pytest.raises(DrafterError, match="no finished drafter"):
+        evaluated(made, f"training.run={copied.name}")
+
+
+def test_a_damaged_drafter_is_named_with_its_place_in_the_run(made: TinyRun, copied: Path) -> None:
+    path = copied / "drafter" / TENSORS
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(DrafterError, match=rf"{copied.name}/drafter/{TENSORS}: expected a safetensors file"):
+        evaluated(made, f"training.run={copied.name}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("statehouse", {"capture_layers": [0, 3, 4]}, r"capture_layers: expected \[1, 3, 4\], found \[0, 3, 4\]"),
+        ("vocab_size", 49000, "vocab_size: expected 49152, found 49000"),
+        ("target_hidden_size", 96, "hidden_size: expected 64, found 96"),
+    ],
+)
+def test_a_drafter_of_another_verifier_is_refused_by_the_field(
+    made: TinyRun, copied: Path, field: str, value: Any, message: str
+) -> None:
+    config = json.loads((copied / "drafter" / CONFIG).read_text())
+    (copied / "drafter" / CONFIG).write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ContractMismatch, match=message):
+        evaluated(made, f"training.run={copied.name}")
+
+
+def test_a_drafter_of_a_finetuned_verifier_is_refused(made: TinyRun, copied: Path) -> None:
+    document = json.loads((copied / "run.json").read_text())
+    document["identity"]["verifier_weights"] = "0" * 64
+    (copied / "run.json").write_text(json.dumps(document))
+    with pytest.raises(ContractMismatch, match="weights_hash"):
+        evaluated(made, f"training.run={copied.name}")
+
+
+def test_an_unsealed_dataset_is_refused(made: TinyRun, tmp_path: Path) -> None:
+    uri = tmp_path / "dataset"
+    for suffix in ("", "-inputs", "-vocab", "-runs"):
+        shutil.copytree(f"{made.recipe.dataset.uri}{suffix}", f"{uri}{suffix}")
+    for seal in uri.glob("seal*.json"):
+        seal.unlink()
+    with pytest.raises(DatasetNotSealed):
+        evaluated(made, f"dataset.uri={uri}")
+
+
+def test_a_dataset_of_given_text_alone_has_no_tau(tiny_verifier: Path, tmp_path: Path) -> None:
+    rows = {"given": [{"prompt": f"Question {n}?", "response": f"Answer {n}."} for n in range(12)]}
+    with pytest.MonkeyPatch.context() as patch:
+        recipe = make_dataset(write_recipe(tmp_path, tiny_verifier, rows), patch)
+    dataset = open_dataset(recipe.dataset.uri)
+    prompts = Inputs(recipe.dataset.inputs_uri).read_prompts(recipe, open_verifier(recipe), "evaluate")
+    with pytest.raises(StatehouseError, match="was written by the verifier .* given, not generated"):
+        held_out_sequences(dataset, prompts, recipe.evaluation)
+    with pytest.raises(StatehouseError, match="of prompts that are not at hand"):
+        held_out_sequences(dataset, prompts.slice(0, 0), recipe.evaluation)
+
+
+def test_an_interval_is_shown_for_five_sequences_and_more_only(made: TinyRun) -> None:
+    measured = evaluate.measure(made.recipe, range(4))
+    assert evaluate.summarise(measured, [3])["all"]["drafters"][DRAFTER]["tau"]["3"]["interval_95"] == [None, None]
