@@ -40,7 +40,7 @@ def _prepare(file: dict[str, Any], model: str, revision: str | None, trust: bool
     blank: dict[str, Any] = dict.fromkeys((*PROMPTS_SCHEMA.names, *REJECTS_SCHEMA.names, "error"), "")
     blank |= {"token_ids": np.zeros(0, np.int32), "loss_mask": np.zeros(0, bool)}
     try:
-        for row in prepare_file(file["path"], file["source"], file["limit"], tokenizer, limits):
+        for row in prepare_file(file["path"], file["source"], file["limit"], tokenizer, limits, file["skip"]):
             yield {**blank, **row.get("reject", row)}
     except RecipeError as error:  # would come back wrapped in a traceback of Ray's
         yield {**blank, "error": str(error)}

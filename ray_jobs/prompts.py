@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -106,7 +107,7 @@ def expand(path: str) -> list[str]:
 
 
 def input_files(recipe: Recipe) -> list[dict[str, Any]]:
-    """{path, source, limit} of every file the recipe names, each file once. Raises RecipeError for missing ones."""
+    """{path, source, limit, skip} of every file the recipe names, each file once. Raises RecipeError for missing ones."""
     return files_of(recipe.prompts)
 
 
@@ -116,7 +117,7 @@ def files_of(sources: Iterable[PromptSource]) -> list[dict[str, Any]]:
     for entry in sources:
         for path in expand(entry.path):
             source = entry.source or PurePosixPath(path).name.split(".")[0]
-            files.setdefault(path, {"path": path, "source": source, "limit": entry.limit})
+            files.setdefault(path, {"path": path, "source": source, "limit": entry.limit, "skip": entry.skip})
     return list(files.values())
 
 
@@ -142,31 +143,29 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def read_rows(path: str, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
-    """Rows of one JSONL or Parquet file: ("file:line", row or why it cannot be read). Raises RecipeError."""
-    import fsspec
-
-    name = path.rsplit("/", 1)[-1]
+def read_rows(path: str, limit: int | None = None, skip: int = 0) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
+    """Rows of one JSONL or Parquet file, `limit` of them behind the first `skip`: ("file:line", row or why it cannot be
+    read). Raises RecipeError.
+    """
+    read = _read_parquet if path.endswith(".parquet") else _read_jsonl
     try:
-        if name.endswith(".parquet"):
-            yield from _read_parquet(path, limit)
-            return
-        with fsspec.open(path, "rt", compression="infer", encoding="utf-8") as lines:
-            rows = 0
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                if limit is not None and rows >= limit:
-                    return
-                rows += 1
-                yield f"{path}:{number}", _parse(line)
+        yield from islice(read(path), skip, None if limit is None else skip + limit)
     except Exception as error:  # likewise, and those of the decompressors and of Parquet
         raise RecipeError(
             f"prompts: {path}: cannot be read ({_first_line(error)}); expected JSONL or Parquet"
         ) from None
 
 
-def _read_parquet(path: str, limit: int | None) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
+def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
+    import fsspec
+
+    with fsspec.open(path, "rt", compression="infer", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path}:{number}", _parse(line)
+
+
+def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
     import fsspec
     import pyarrow.parquet as pq
 
@@ -174,8 +173,6 @@ def _read_parquet(path: str, limit: int | None) -> Iterator[tuple[str, dict[str,
         number = 0
         for batch in pq.ParquetFile(file).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
-                if limit is not None and number >= limit:
-                    return
                 number += 1
                 yield f"{path}:{number}", {key: value for key, value in row.items() if value is not None}
 
@@ -305,10 +302,10 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 
 
 def prepare_file(
-    path: str, source: str, limit: int | None, tokenizer: ChatTokenizer, limits: Limits
+    path: str, source: str, limit: int | None, tokenizer: ChatTokenizer, limits: Limits, skip: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Every row of a file: `PROMPTS_SCHEMA`, or `REJECTS_SCHEMA` under the key "reject"."""
-    for row_name, row in read_rows(path, limit):
+    for row_name, row in read_rows(path, limit, skip):
         try:
             if isinstance(row, Reject):
                 raise row

@@ -51,8 +51,9 @@ class PromptSource(Section):
     path: str
     # The domain the prompts come from; the file's stem by default.
     source: str | None = None
-    # At most this many rows of each file.
+    # At most this many rows of each file, behind the first `skip`.
     limit: int | None = Field(default=None, gt=0)
+    skip: int = Field(default=0, ge=0)
 
 
 class GenerationConfig(Section):

@@ -57,7 +57,7 @@ def _own(recipe: Recipe, verifier: Verifier) -> dict[str, list[ServePrompt]]:
     for file in files_of(recipe.evaluation.prompts):
         chosen = found.setdefault(file["source"], [])
         rows = 0
-        for row_name, row in read_rows(file["path"], file["limit"]):
+        for row_name, row in read_rows(file["path"], file["limit"], file["skip"]):
             if len(chosen) >= recipe.evaluation.serve_prompts:
                 break
             rows += 1

@@ -114,6 +114,10 @@ def test_files_of_all_kinds_give_the_same_rows(tmp_path: Path, tokenizer: Any, l
     assert len(ids) == 3
     assert ids[0] == ids[1] == ids[2]
     assert len(list(read_rows(str(tmp_path / "c.parquet"), 2))) == 2
+    for name in ("a.jsonl", "c.parquet"):
+        everything = list(read_rows(str(tmp_path / name)))
+        assert list(read_rows(str(tmp_path / name), 1, skip=1)) == everything[1:2]
+        assert list(read_rows(str(tmp_path / name), skip=1)) == everything[1:]
 
 
 def test_a_broken_line_is_a_reject_and_a_broken_file_an_error(tmp_path: Path, tokenizer: Any, limits: Limits) -> None:
