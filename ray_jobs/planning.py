@@ -14,12 +14,11 @@ from ray_jobs.inputs import Inputs, Verifier, open_verifier, sampling_hash
 from ray_jobs.prompts import Limits, end_ids, input_files, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import validate_layers
+from ray_jobs.training_plan import training_estimate, training_rows
 from ray_jobs.verifier import VerifierShape, default_capture_layers
+from storage.codecs import codec_by_name
 from storage.errors import RecipeError
 from storage.plan import chunk_tokens, pack, shard_capacity
-
-# Measured on SmolLM2-135M and within 1 % of the bound of any bf16 states seen (docs/dataset-format.md).
-_RATIO = {"lossless": 1.49, "raw": 1.0}
 
 
 def verifier_shape(recipe: Recipe) -> VerifierShape:
@@ -72,7 +71,7 @@ def _tokenised_now(recipe: Recipe, verifier: Verifier) -> tuple[np.ndarray, str]
     limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length, end_ids(verifier.folder, tokenizer))
     lengths, rejects = {}, 0
     for file in input_files(recipe):
-        for row in prepare_file(file["path"], file["source"], file["limit"], tokenizer, limits):
+        for row in prepare_file(file["path"], file["source"], file["limit"], tokenizer, limits, file["skip"]):
             if "reject" in row:
                 rejects += 1
             else:
@@ -111,7 +110,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     _, _, shards = pack(lengths, length)
     per_token = 2 * stored_layers * shape.hidden_size
     raw = tokens * per_token
-    stored = raw / _RATIO[recipe.dataset.codec]
+    stored = raw / codec_by_name(recipe.dataset.codec).typical_ratio
     rate = recipe.extraction.tokens_per_second
     return {
         "basis": basis,
@@ -130,6 +129,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "memory_per_replica_bytes": 2 * 3 * length * per_token,
         "hours": tokens / rate / recipe.extraction.replicas / 3600 if rate else None,
         "usd_per_month": stored / 1e9 * recipe.dataset.usd_per_gb_month,
+        "training": training_estimate(recipe, shape, layers, lengths),
     }
 
 
@@ -151,6 +151,7 @@ def print_plan(recipe: Recipe) -> None:
         "host memory": f"{plan['memory_per_replica_bytes'] / gib:,.2f} GiB a replica for shards in flight",
         "hours": hours,
         "storage": f"${plan['usd_per_month']:,.2f} a month",
+        **training_rows(plan["training"]),
     }
     for name, value in rows.items():
         print(f"{name:<14}{value}")

@@ -6,7 +6,8 @@ import os
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from storage.codecs import CODECS
+from storage.codecs import CODEC_NAMES, codec_by_name
+from storage.errors import StatehouseError
 
 
 class Expected(BaseModel):
@@ -24,6 +25,7 @@ class DatasetConfig(BaseModel):
 
     # A folder (`~` is the home folder) or an object-store URI. Prepared prompts go beside it, to `<uri>-inputs`.
     uri: str
+    # lossless, raw, or with a loss that every receipt records: bitround(k) with k = 1 to 6 mantissa bits, fp8.
     codec: str = "lossless"
     # Tokens of the longest sequence, prompt and response; longer prompts are rejected, responses are capped.
     max_length: int = Field(default=8192, gt=1)
@@ -45,9 +47,10 @@ class DatasetConfig(BaseModel):
     @field_validator("codec")
     @classmethod
     def _known_codec(cls, codec: str) -> str:
-        if codec not in CODECS:
-            raise ValueError(f"must be one of {', '.join(CODECS)}")
-        return codec
+        try:
+            return codec_by_name(codec).name
+        except StatehouseError:
+            raise ValueError(f"must be one of {CODEC_NAMES}") from None
 
     @property
     def inputs_uri(self) -> str:

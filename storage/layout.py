@@ -82,24 +82,34 @@ def plan_objects(plan: Plan, sequences: pa.Table) -> Iterator[tuple[str, bytes]]
 
 
 def _token_chunks(plan: Plan, sequences: pa.Table) -> Iterator[tuple[str, bytes]]:
-    token_lists, mask_lists = sequences["token_ids"].combine_chunks(), sequences["loss_mask"].combine_chunks()
-    values = {
-        "tokens": (token_lists.flatten().to_numpy(), np.dtype("int32"), -1),
-        "loss_mask": (mask_lists.flatten().to_numpy(zero_copy_only=False), np.dtype("bool"), False),
-    }
+    ids, masks = _TokenLists(sequences["token_ids"], "int32"), _TokenLists(sequences["loss_mask"], "bool")
     length = plan.column("length").astype(np.int64)
-    source = np.cumsum(length) - length  # where each sequence's tokens lie in the flattened input
-    start = plan.column("start")
-    order = np.argsort(start)
+    order = np.argsort(plan.column("start"))
+    start = plan.column("start")[order]
+    end = start + length[order]
     for chunk in range(-(-plan.geometry.tokens // TOKEN_CHUNK)):
         low, high = chunk * TOKEN_CHUNK, (chunk + 1) * TOKEN_CHUNK
-        first = max(0, int(np.searchsorted(start[order], low, side="right")) - 1)
-        last = int(np.searchsorted(start[order], high, side="left"))
-        for array, (flat, dtype, fill) in values.items():
-            block = np.full(TOKEN_CHUNK, fill, dtype)
-            for row in order[first:last]:
-                begin, end = max(low, int(start[row])), min(high, int(start[row] + length[row]))
-                if begin < end:
-                    shift = int(source[row] - start[row])
-                    block[begin - low : end - low] = flat[begin + shift : end + shift]
+        first = int(np.searchsorted(end, low, side="right"))
+        last = int(np.searchsorted(start, high, side="left"))
+        for array, lists, fill in (("tokens", ids, -1), ("loss_mask", masks, False)):
+            block = np.full(TOKEN_CHUNK, fill, lists.dtype)
+            for at in range(first, last):
+                begin, stop = max(low, int(start[at])), min(high, int(end[at]))
+                values = lists.row(int(order[at]))
+                block[begin - low : stop - low] = values[begin - int(start[at]) : stop - int(start[at])]
             yield token_key(array, chunk), encode_chunk(block)
+
+
+class _TokenLists:
+    """A column of lists, by row. In the chunks it came in: one Arrow list array holds at most 2**31 - 1 values."""
+
+    def __init__(self, column: pa.ChunkedArray, dtype: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self._flat = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+        self._offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
+        self._first = np.cumsum([0, *map(len, column.chunks)])
+
+    def row(self, index: int) -> np.ndarray:
+        chunk = int(np.searchsorted(self._first, index, side="right")) - 1
+        offsets, at = self._offsets[chunk], index - int(self._first[chunk])
+        return self._flat[chunk][offsets[at] - offsets[0] : offsets[at + 1] - offsets[0]]

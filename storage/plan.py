@@ -26,6 +26,11 @@ _CHUNK_BYTES = 256 * 1024
 _MIN_CHUNK_TOKENS = 32
 # A shard is encoded in memory and PUT at once.
 _SHARD_BYTES = 512 * 1024 * 1024
+# Up to this much raw, one shard still holds the longest sequence whole (18,700 tokens at H = 7168): it is encoded in memory
+# and a single PUT is limited to 5 GB. Longer sequences take a run of ordinary shards.
+_WHOLE_BYTES = 1024 * 1024 * 1024
+# S3 takes no more than 5 GB in one PUT; lossless states may grow by 0.4 % when they are noise.
+_LARGEST_BYTES = 4_900_000_000
 # Small datasets are still cut into about this many shards, so that replicas share the work and a resume saves some.
 _MIN_SHARDS = 16
 
@@ -88,66 +93,75 @@ def chunk_tokens(layers: int, hidden_size: int) -> int:
 
 
 def shard_tokens(total: int, longest: int, layers: int, hidden_size: int) -> int:
-    """S: about 512 MiB raw, less for small datasets, but room for the longest sequence; a multiple of C."""
+    """S: about 512 MiB raw, less for small datasets, and room for the longest sequence up to 1 GiB; a multiple of C."""
     chunk = chunk_tokens(layers, hidden_size)
-    most = max(chunk, _SHARD_BYTES // (2 * layers * hidden_size))
+    per_token = 2 * layers * hidden_size
+    most = max(chunk, _SHARD_BYTES // per_token)
     most = 1 << (most.bit_length() - 1)
-    wanted = max(longest, min(most, -(-total // _MIN_SHARDS)))
+    wanted = min(most, -(-total // _MIN_SHARDS))
+    wanted = max(longest, wanted) if longest * per_token <= _WHOLE_BYTES else most
     return -(-wanted // chunk) * chunk
 
 
 def shard_capacity(lengths: np.ndarray, layers: int, hidden_size: int, wanted: int | None = None) -> int:
-    """S: `wanted` rounded up to whole chunks, or the planner's choice. lengths: [n] int.
-
-    Raises StatehouseError when the longest sequence does not fit `wanted`.
-    """
-    longest, chunk = int(lengths.max()), chunk_tokens(layers, hidden_size)
+    """S: `wanted` rounded up to whole chunks, or the planner's choice. lengths: [n] int."""
+    chunk = chunk_tokens(layers, hidden_size)
     if wanted is None:
-        return shard_tokens(int(lengths.sum(dtype=np.int64)), longest, layers, hidden_size)
-    if wanted < longest:
-        raise StatehouseError(
-            f"dataset.shard_tokens is {wanted}, but the longest sequence has {longest} tokens; "
-            f"set it to at least {longest} or leave it out"
-        )
+        return shard_tokens(int(lengths.sum(dtype=np.int64)), int(lengths.max()), layers, hidden_size)
     return -(-wanted // chunk) * chunk
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Best fit decreasing: each length goes, longest first, into the fullest shard that still has room.
 
-    lengths: [n] int, each in 1..capacity; equal lengths are placed in the order given.
-    Returns shard [n] int32, offset within the shard [n] int32, and the number of shards.
+    lengths: [n] int, each at least 1; equal lengths are placed in the order given. One above `capacity` takes a run of
+    new shards from the beginning of the first; what is left of the last one is room for others.
+    Returns shard [n] int32 (the first of a run), offset within the shard [n] int32, and the number of shards.
     """
     shard = np.empty(len(lengths), np.int32)
     offset = np.empty(len(lengths), np.int32)
     by_room: dict[int, list[int]] = {}
     rooms = 0  # bit r is set where a shard with room r is open: finds the tightest fit with two big-int operations
     shards = 0
-    for index in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
-        length = int(lengths[index])
+    order = np.argsort(-lengths.astype(np.int64), kind="stable")
+    places: list[int] = []
+    offsets: list[int] = []
+    for length in lengths[order].tolist():
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
-            place = by_room[room].pop()
-            if not by_room[room]:
+            same = by_room[room]
+            place = last = same.pop()
+            if not same:
                 rooms ^= 1 << room
         else:
-            room, place = capacity, shards
-            shards += 1
-        shard[index], offset[index] = place, capacity - room
+            run = -(-length // capacity)
+            room, place, last = run * capacity, shards, shards + run - 1
+            shards += run
+        places.append(place)
+        offsets.append(max(0, capacity - room))
         if left := room - length:
-            by_room.setdefault(left, []).append(place)
+            if left in by_room:
+                by_room[left].append(last)
+            else:
+                by_room[left] = [last]
             rooms |= 1 << left
+    shard[order], offset[order] = places, offsets
     return shard, offset, shards
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """One shard's worth of work. `rows` index the plan's table, in the order in which they lie in the shard."""
+    """One shard's worth of work, or a run of shards where a sequence is longer than one.
+
+    shard: the first. rows index the plan's table, in the order in which they lie on the axis, without a gap; their
+    `tokens` fill shards `shard` to `shard + shards - 1` from the beginning.
+    """
 
     shard: int
     rows: np.ndarray
     tokens: int
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,13 +177,9 @@ class Plan:
     def hash(self) -> str:
         digest = hashlib.sha256()
         for column in self.table.columns:
-            values = column.combine_chunks()
-            if pa.types.is_string(values.type):
-                for text in values.to_pylist():
-                    raw = text.encode()
-                    digest.update(len(raw).to_bytes(4, "little") + raw)
-            else:
-                digest.update(values.to_numpy(zero_copy_only=False).tobytes())
+            for values in column.chunks:
+                plain = _length_prefixed(values) if pa.types.is_string(values.type) else values.to_numpy()
+                digest.update(plain.data)
         return sha256_json(
             {
                 "contract": self.contract.hash,
@@ -191,41 +201,98 @@ class Plan:
     def column(self, name: str) -> np.ndarray:
         return self.table[name].to_numpy()
 
+    @cached_property
+    def _spans(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and last shard of each sequence: [n] int64 each. They differ for sequences longer than a shard."""
+        start, length = self.column("start"), self.column("length").astype(np.int64)
+        return self.column("shard").astype(np.int64), (start + length - 1) // self.geometry.shard_tokens
+
     def shard_rows(self) -> np.ndarray:
         """Used tokens of each shard: [shards] int64. They lie at its beginning without a gap."""
-        return np.bincount(self.column("shard"), weights=self.column("length"), minlength=self.geometry.shards).astype(
-            np.int64
-        )
+        end = np.zeros(self.geometry.shards, np.int64)
+        first, last = self._spans
+        np.maximum.at(end, last, self.column("start") + self.column("length"))
+        used = end - np.arange(self.geometry.shards, dtype=np.int64) * self.geometry.shard_tokens
+        for row in np.flatnonzero(first != last):
+            used[first[row] : last[row]] = self.geometry.shard_tokens
+        return used
 
     def units(self) -> Iterator[WorkUnit]:
-        """Shards in order."""
-        shard, start, length = self.column("shard"), self.column("start"), self.column("length")
-        order = np.lexsort((start, shard))
-        for rows in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1):
-            yield WorkUnit(int(shard[rows[0]]), rows, int(length[rows].sum()))
+        """In the order of their shards. What lies in the last shard of a run belongs to the run's unit."""
+        first, last = self._spans
+        head = np.arange(self.geometry.shards, dtype=np.int64)
+        runs = first != last
+        head[last[runs]] = first[runs]
+        start, length = self.column("start"), self.column("length").astype(np.int64)
+        order = np.lexsort((start, head[first]))
+        unit = head[first][order]
+        for rows in np.split(order, np.flatnonzero(np.diff(unit)) + 1):
+            yield WorkUnit(
+                int(first[rows[0]]), rows, int(length[rows].sum()), int(last[rows].max() - first[rows[0]]) + 1
+            )
+
+
+def _length_prefixed(values: pa.Array) -> np.ndarray:
+    """Each string as its length in bytes (u32, little-endian) and its UTF-8, one after the other: uint8."""
+    if not len(values):
+        return np.empty(0, np.uint8)
+    _, offset_buffer, data_buffer = values.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int32)[values.offset : values.offset + len(values) + 1].astype(np.int64)
+    data = np.frombuffer(data_buffer or b"", np.uint8)[offsets[0] : offsets[-1]]
+    lengths = np.diff(offsets)
+    prefixes = lengths.astype("<u4").view(np.uint8).reshape(-1, 4)
+    if (lengths == lengths[0]).all():
+        return np.concatenate([prefixes, data.reshape(len(lengths), -1)], axis=1).reshape(-1)
+    out = np.empty(len(data) + prefixes.size, np.uint8)
+    text = np.ones(len(out), bool)
+    at = offsets[:-1] - offsets[0] + 4 * np.arange(len(lengths))
+    for byte in range(4):
+        out[at + byte] = prefixes[:, byte]
+        text[at + byte] = False
+    out[text] = data
+    return out
 
 
 def make_plan(sequences: pa.Table, contract: Contract, codec: str, *, shard_length: int | None = None) -> Plan:
     """Places `sequences` (`TOKENS_SCHEMA`, ordered by id, ids unique).
 
     Raises StatehouseError when there are none, when an id is outside the vocabulary, or when `shard_length` is too
-    short for the longest sequence.
+    large for one PUT.
     """
-    codec_by_name(codec)
+    _check_ids(sequences, contract.vocab_size)
+    lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in sequences["token_ids"].chunks] or [[]])
+    return plan_lengths(
+        pa.table(
+            {
+                "id": sequences["id"],
+                "source": sequences["source"],
+                "group": sequences["group"],
+                "length": lengths.astype(np.int32),
+                "loss_tokens": _loss_tokens(sequences),
+            }
+        ),
+        contract,
+        codec,
+        shard_length=shard_length,
+    )
+
+
+def plan_lengths(sequences: pa.Table, contract: Contract, codec: str, *, shard_length: int | None = None) -> Plan:
+    """`make_plan` without the tokens: 1.7 billion of them are 8.5 GB, their lengths 4 MB.
+
+    sequences: columns id, source, group, length, loss_tokens as in `PLAN_SCHEMA`, ordered by id, ids unique.
+    """
+    codec = codec_by_name(codec).name
     if not len(sequences):
         raise StatehouseError("there is nothing to plan: no sequences; check that prepare accepted some prompts")
-    lists = sequences["token_ids"].combine_chunks()
-    lengths = lists.value_lengths().to_numpy().astype(np.int32)
-    ids = lists.flatten().to_numpy()
-    if len(outside := np.flatnonzero((ids < 0) | (ids >= contract.vocab_size))):
-        row = int(np.searchsorted(np.cumsum(lengths), outside[0], side="right"))
-        raise StatehouseError(
-            f"sequence {sequences['id'][row]} holds token id {ids[outside[0]]}, "
-            f"outside the verifier's vocabulary of {contract.vocab_size}"
-        )
+    lengths = sequences["length"].to_numpy()
     layers, hidden_size = contract.layers, contract.hidden_size
-    chunk = chunk_tokens(layers, hidden_size)
     capacity = shard_capacity(lengths, layers, hidden_size, shard_length)
+    if 2 * layers * hidden_size * capacity > _LARGEST_BYTES:
+        raise StatehouseError(
+            f"dataset.shard_tokens makes shards of {2 * layers * hidden_size * capacity / 1e9:.1f} GB, but one PUT is "
+            f"limited to 5 GB; set it to at most {_LARGEST_BYTES // (2 * layers * hidden_size)} or leave it out"
+        )
     shard, offset, shards = pack(lengths, capacity)
     table = pa.table(
         {
@@ -234,19 +301,43 @@ def make_plan(sequences: pa.Table, contract: Contract, codec: str, *, shard_leng
             "group": sequences["group"],
             "start": shard.astype(np.int64) * capacity + offset,
             "length": lengths,
-            "loss_tokens": _loss_tokens(sequences),
+            "loss_tokens": sequences["loss_tokens"],
             "shard": shard,
         },
         schema=PLAN_SCHEMA,
     )
     geometry = Geometry(
-        layers=layers, hidden_size=hidden_size, chunk_tokens=chunk, shard_tokens=capacity, shards=shards
+        layers=layers,
+        hidden_size=hidden_size,
+        chunk_tokens=chunk_tokens(layers, hidden_size),
+        shard_tokens=capacity,
+        shards=shards,
     )
     return Plan(contract, codec, geometry, table)
 
 
+def _check_ids(sequences: pa.Table, vocab_size: int) -> None:
+    # By chunk of the column: one Arrow list holds at most 2**31 - 1 tokens.
+    before = 0
+    for lists in sequences["token_ids"].chunks:
+        ids = lists.flatten().to_numpy()
+        if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+            outside = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+            row = before + int(np.searchsorted(np.cumsum(lists.value_lengths().to_numpy()), outside, side="right"))
+            raise StatehouseError(
+                f"sequence {sequences['id'][row]} holds token id {ids[outside]}, "
+                f"outside the verifier's vocabulary of {vocab_size}"
+            )
+        before += len(lists)
+
+
 def _loss_tokens(sequences: pa.Table) -> np.ndarray:
-    masks = sequences["loss_mask"].combine_chunks()
-    flat = masks.flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-    starts = masks.offsets.to_numpy()[:-1] - masks.offsets.to_numpy()[0]
-    return np.add.reduceat(flat, starts).astype(np.int32)
+    """Tokens that bear loss, of each sequence: [n] int32."""
+    counts = [np.empty(0, np.int32)]
+    for masks in sequences["loss_mask"].chunks:
+        flat = masks.flatten().to_numpy(zero_copy_only=False)
+        offsets = masks.offsets.to_numpy() - masks.offsets.to_numpy()[0]
+        # In place of reduceat, which gives a neighbour's value for an empty list.
+        total = np.concatenate([[0], np.cumsum(flat, dtype=np.int64)])
+        counts.append((total[offsets[1:]] - total[offsets[:-1]]).astype(np.int32))
+    return np.concatenate(counts)

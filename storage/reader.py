@@ -6,9 +6,9 @@ is not the one the seal names is a ShardCorrupt that says which and what to do.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -18,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 
 from storage import layout
+from storage.buffers import BufferPool
 from storage.commit import get_checked, load_offset, load_plan, load_plan_document, offset_hash
 from storage.contract import Contract
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
-from storage.objects import LocalStore, ObjectMissing, ObjectStore, open_store
+from storage.fetch import ShardReader, twice
+from storage.objects import LocalStore, ObjectStore, open_store
 from storage.seal import Seal, load_seal, load_shards_table, scan_shards
-from storage.shard import Footer, decode_rows, read_footer
+from storage.shard import Footer
 from storage.writer import shard_identity
 from storage.zarr_array import decode_chunk
 
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
 
 # Decoded token chunks kept: 64 x (4 + 1) MiB, so 64 Mi tokens.
 _TOKEN_CACHE = 64
+# Opening compares every object's size with the seal up to this many shards: 10 list requests. Above, each shard is
+# checked when it is first read (as it is below, too).
+_LISTED_SHARDS = 10_000
+# GETs at once: 8 of 16 MiB keep a link of 10 Gbit/s full at 100 ms, and more cores than 2 busy decoding.
+THREADS = 8
+# Buffers of states that wait for the next sequence: a few at H = 7168 (100 MB for 1,700 tokens).
+_IDLE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,53 +68,97 @@ class States:
 class Dataset:
     """A dataset opened for reading. Safe to share between threads. Use `open_dataset`."""
 
-    def __init__(self, store: ObjectStore, *, partial: bool = False) -> None:
+    def __init__(self, store: ObjectStore, *, partial: bool = False, threads: int = THREADS) -> None:
         self.store = store
-        self._document = load_plan_document(store)
+        self._document = twice(lambda: load_plan_document(store))
         self.seal: Seal | None = None
         try:
-            self.seal = load_seal(store)
+            self.seal = twice(lambda: load_seal(store))
         except DatasetNotSealed:
             if not partial:
                 raise
-        self.plan = load_plan(store, self._document)
-        self._identity = shard_identity(self.plan)
+        self.plan = twice(lambda: load_plan(store, self._document))
         geometry = self.plan.geometry
-        offset = load_offset(store, (geometry.layers, geometry.hidden_size))
+        offset = twice(lambda: load_offset(store, (geometry.layers, geometry.hidden_size)))
         self._offset_LH, self._offset_hash = offset, offset_hash(self.plan.codec, offset)
-        self._footers: dict[int, Footer] = {}
         self._tokens: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
         self._lock = Lock()
+        self._buffers = BufferPool(_IDLE_BYTES)
+        identity = shard_identity(self.plan)
+        self._reader = ShardReader(store, identity, offset, self._offset_hash, self._check_footer, threads)
+        # Of each shard: object bytes (0: not finished), sha256 of data and of index.
+        self._object_bytes = np.zeros(geometry.shards, np.int64)
+        self._digests: tuple[pa.ChunkedArray, pa.ChunkedArray] | dict[int, tuple[str, str]]
         if self.seal is not None:
-            self._shards = self._sealed_shards(self.seal)
-            self.sequences = self.plan.table
+            self._digests = self._sealed_shards(self.seal)
+            self.sequences = self._without(self.plan.table, set(self.seal.quarantined))
         else:
             good, _ = scan_shards(store, self.plan)
-            self._shards = {shard: (r.data_sha256, r.index_sha256) for shard, (r, _) in good.items()}
-            finished = pa.array(np.isin(self.plan.column("shard"), list(good)))
-            self.sequences = self.plan.table.filter(finished)
+            self._digests = {shard: (r.data_sha256, r.index_sha256) for shard, (r, _) in good.items()}
+            for shard, (_, size) in good.items():
+                self._object_bytes[shard] = size
+            quarantined = {key for receipt, _ in good.values() for key in receipt.quarantined}
+            self.sequences = self._without(self.plan.table.filter(pa.array(self._finished())), quarantined)
 
-    def _sealed_shards(self, seal: Seal) -> dict[int, tuple[str, str]]:
+    def _finished(self) -> np.ndarray:
+        """Whether all shards of a sequence are there: [sequences] bool."""
+        before = np.concatenate([[0], np.cumsum(self._object_bytes == 0)])  # unfinished shards before each
+        start, length = self.plan.column("start"), self.plan.column("length")
+        size = self.plan.geometry.shard_tokens
+        return before[start // size] == before[(start + length - 1) // size + 1]
+
+    @staticmethod
+    def _without(table: pa.Table, ids: set[str]) -> pa.Table:
+        if not ids:
+            return table
+        return table.filter(pa.array([key not in ids for key in table["id"].to_pylist()]))
+
+    def _sealed_shards(self, seal: Seal) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
         for field, here in (
-            ("plan_hash", self._document.plan_hash),
+            ("plan_hash", self.plan.hash),
             ("contract_hash", self.contract.hash),
             ("offset_hash", self._offset_hash),
         ):
             if getattr(seal, field) != here:
                 raise ShardCorrupt(
                     f"{self.uri}: the seal names {field} {getattr(seal, field)}, the dataset holds {here}; "
-                    "objects of two datasets were mixed: restore them from a copy"
+                    f"objects of two datasets were mixed: restore them with `statehouse repair {self.uri} --from COPY_URI`"
                 )
-        table = load_shards_table(self.store, seal)
+        table = twice(lambda: load_shards_table(self.store, seal))
+        if not np.array_equal(table["shard"].to_numpy(), np.arange(self.plan.geometry.shards)):
+            raise ShardCorrupt(
+                f"{self.uri}: the seal's table of shards does not list shards 0 to {self.plan.geometry.shards - 1}; "
+                f"make it again with `statehouse repair {self.uri}`"
+            )
+        self._object_bytes = table["object_bytes"].to_numpy()
+        if len(table) <= _LISTED_SHARDS:
+            twice(self._check_sizes)
+        return table["data_sha256"], table["index_sha256"]
+
+    def _check_sizes(self) -> None:
         sizes = self.store.sizes("hidden")
-        for shard, size in zip(table["shard"].to_pylist(), table["object_bytes"].to_pylist(), strict=True):
+        for shard, size in enumerate(self._object_bytes.tolist()):
             key = layout.shard_key(shard)
             if sizes.get(key) != size:
                 raise ShardCorrupt(
-                    f"{self.uri}/{key}: {sizes.get(key, 'no')} bytes, sealed with {size}; restore the object from a copy"
+                    f"{self.uri}/{key}: {sizes.get(key, 'no')} bytes, sealed with {size}; restore the object with "
+                    f"`statehouse repair {self.uri} --from COPY_URI`"
                 )
-        columns = (table[name].to_pylist() for name in ("shard", "data_sha256", "index_sha256"))
-        return {shard: (data, index) for shard, data, index in zip(*columns, strict=True)}
+
+    def _check_footer(self, shard: int, footer: Footer) -> None:
+        """Raises ShardCorrupt when a shard is not the one that was sealed (or finished when the dataset was opened)."""
+        digests, sealed = self._digests, ("no such shard", "")
+        if not isinstance(digests, dict):
+            sealed = (digests[0][shard].as_py(), digests[1][shard].as_py())
+        elif shard in digests:
+            sealed = digests[shard]
+        receipt = footer.receipt
+        if (receipt.data_sha256, receipt.index_sha256) != sealed or footer.object_bytes != self._object_bytes[shard]:
+            raise ShardCorrupt(
+                f"{self.uri}/{layout.shard_key(shard)}: holds {receipt.data_sha256[:12]} in {footer.object_bytes} bytes, the "
+                f"seal names {sealed[0][:12]} in {self._object_bytes[shard]}; it was replaced after the seal: restore it "
+                f"with `statehouse repair {self.uri} --from COPY_URI`"
+            )
 
     @property
     def uri(self) -> str:
@@ -114,6 +167,11 @@ class Dataset:
     @property
     def contract(self) -> Contract:
         return self.plan.contract
+
+    @property
+    def exponent_offset(self) -> np.ndarray | None:
+        """uint8 [L, H], or None where the codec has none."""
+        return self._offset_LH if self._offset_hash is not None else None
 
     @property
     def fingerprint(self) -> str:
@@ -128,17 +186,17 @@ class Dataset:
 
     @cached_property
     def _columns(self) -> dict[str, np.ndarray]:
-        return {name: self.sequences[name].to_numpy() for name in ("start", "length", "shard")}
+        return {name: self.sequences[name].to_numpy() for name in ("start", "length")}
 
-    def _place(self, index: int) -> tuple[int, int, int]:
+    def _place(self, index: int) -> tuple[int, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.uri}: sequence {index} of {len(self)}")
         columns = self._columns
-        return int(columns["start"][index]), int(columns["length"][index]), int(columns["shard"][index])
+        return int(columns["start"][index]), int(columns["length"][index])
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """token_ids [T] int32 and loss_mask [T] bool of one sequence."""
-        start, length, _ = self._place(index)
+        start, length = self._place(index)
         return self._token_range("tokens", start, length), self._token_range("loss_mask", start, length)
 
     def _token_range(self, array: str, start: int, length: int) -> np.ndarray:
@@ -154,7 +212,7 @@ class Dataset:
             if key in self._tokens:
                 self._tokens.move_to_end(key)
                 return self._tokens[key]
-        data = get_checked(self.store, layout.token_key(array, chunk), self._document)
+        data = twice(lambda: get_checked(self.store, layout.token_key(array, chunk), self._document))
         decoded = decode_chunk(data, "int32" if array == "tokens" else "bool", [layout.TOKEN_CHUNK])
         with self._lock:
             self._tokens[key] = decoded
@@ -162,73 +220,102 @@ class Dataset:
                 self._tokens.popitem(last=False)
         return decoded
 
-    def read(self, index: int) -> States:
-        """One sequence, by its row in `sequences`. Raises IndexError, ShardCorrupt, StoreError."""
-        start, length, shard = self._place(index)
+    def read(self, index: int, out: np.ndarray | None = None) -> States:
+        """One sequence, by its row in `sequences`.
+
+        out: memory for its hidden states, [at least T, L, H] bfloat16 (or its bits, uint16 or int16), contiguous; a view of
+        a pinned torch tensor for instance. Without it, memory of sequences that are no longer in use is used again.
+        Raises IndexError, ValueError when `out` does not fit, ShardCorrupt, StoreError.
+        """
+        start, length = self._place(index)
+        geometry = self.plan.geometry
+        shape = (length, geometry.layers, geometry.hidden_size)
+        if out is None:
+            bits = (
+                self._buffers.take(2 * length * geometry.layers * geometry.hidden_size).view(np.uint16).reshape(shape)
+            )
+        else:
+            bits = _fitting(out, shape)
+        self._reader.read(start, bits)
+        return self._states(index, bits)
+
+    def read_planes(self, index: int) -> np.ndarray:
+        """The byte planes of one sequence, uncompressed but not joined: uint8 [2, T, L, H] (`storage.torch_decode`)."""
+        start, length = self._place(index)
+        shape = (2, length, self.plan.geometry.layers, self.plan.geometry.hidden_size)
+        planes = self._buffers.take(int(np.prod(shape))).reshape(shape)
+        self._reader.read_planes(start, planes)
+        return planes
+
+    def _states(self, index: int, bits: np.ndarray) -> States:
+        import ml_dtypes
+
         token_ids, loss_mask = self.tokens(index)
         row = self.sequences.slice(index % len(self), 1).to_pylist()[0]
-        hidden = self._hidden(shard, start - shard * self.plan.geometry.shard_tokens, length)
-        return States(row["id"], row["source"], row["group"], token_ids, loss_mask, hidden)
+        return States(row["id"], row["source"], row["group"], token_ids, loss_mask, bits.view(ml_dtypes.bfloat16))
 
     def read_many(self, indices: Sequence[int], threads: int = 4) -> list[States]:
         """Several sequences, read in parallel, in the order asked for."""
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(self.read, indices))
 
-    def stream(self, order: Sequence[int] | None = None, *, ahead: int = 4) -> Iterator[States]:
-        """Sequences in `order` (default: as they lie in the store), at most `ahead` of them read in advance."""
-        ahead = max(1, ahead)
+    def stream(
+        self, order: Sequence[int] | None = None, *, ahead: int | None = None, ahead_bytes: int | None = None
+    ) -> Iterator[States]:
+        """Sequences in `order` (default: as they lie in the store), read in advance while the caller works.
+
+        ahead: sequences that are read or wait; by default 4, or 64 with `ahead_bytes`. ahead_bytes: bytes of their states
+        together (the next sequence is always read, however long). Beside them lie the one the caller holds, the parts in
+        flight (16 MiB for each thread that fetches) and idle buffers no larger than what was in use.
+        """
+        most = max(1, ahead if ahead is not None else 4 if ahead_bytes is None else 64)
+        limit = float("inf") if ahead_bytes is None else max(0, ahead_bytes)
         if order is None:
             order = np.argsort(self._columns["start"]).tolist()
-        with ThreadPoolExecutor(ahead) as pool:
-            waiting = [pool.submit(self.read, index) for index in order[:ahead]]
-            for index in [*order[ahead:], *[None] * len(waiting)]:
-                states = waiting.pop(0).result()
-                if index is not None:
-                    waiting.append(pool.submit(self.read, index))
+        per_token = self.plan.geometry.bytes_per_token
+        waiting: deque[tuple[int, Future[States]]] = deque()
+        held = 0
+        # A few sequences at once are enough: each is fetched by all the threads of the reader.
+        pool = ThreadPoolExecutor(min(most, self._reader.threads), thread_name_prefix="statehouse-read")
+        try:
+            todo = deque(order)
+            while todo or waiting:
+                while todo and len(waiting) < most:
+                    size = self._place(todo[0])[1] * per_token
+                    if waiting and held + size > limit:
+                        break
+                    waiting.append((size, pool.submit(self.read, todo.popleft())))
+                    held += size
+                size, future = waiting.popleft()
+                states = future.result()
+                del future  # or the sequence would live on until the next one is there
+                held -= size
                 yield states
+                del states
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def shards_table(self) -> pa.Table:
         """Receipts of all shards (`storage.seal.SHARDS_SCHEMA`). Raises DatasetNotSealed."""
         return load_shards_table(self.store, self.seal or load_seal(self.store))
 
-    def _footer(self, shard: int) -> Footer:
-        if (footer := self._footers.get(shard)) is not None:
-            return footer
-        key = layout.shard_key(shard)
-        try:
-            footer = read_footer(self.store, key, self._identity, shard, offset=self._offset_hash)
-        except ObjectMissing:
-            raise ShardCorrupt(f"{self.uri}/{key}: shard {shard} is missing; restore it from a copy") from None
-        found = (footer.receipt.data_sha256, footer.receipt.index_sha256)
-        if shard not in self._shards or found != self._shards[shard]:
-            raise ShardCorrupt(
-                f"{self.uri}/{key}: holds {found[0][:12]}, the seal names "
-                f"{self._shards.get(shard, ('no such shard',))[0][:12]}; it was replaced after the seal: restore it from a copy"
-            )
-        self._footers[shard] = footer
-        return footer
 
-    def _hidden(self, shard: int, first_row: int, rows: int) -> np.ndarray:
-        import ml_dtypes
-
-        footer, chunk = self._footer(shard), self.plan.geometry.chunk_tokens
-        first, last = first_row // chunk, (first_row + rows - 1) // chunk
-        start, length = footer.chunk_range(first, last)
-        key = layout.shard_key(shard)
-        data = self.store.get_range(key, start, length)
-        where = f"{self.uri}/{key}"
-        bits = decode_rows(data, start, footer, first, last, self._identity, self._offset_LH, where)
-        low = first_row - first * chunk
-        return bits[low : low + rows].view(ml_dtypes.bfloat16)
+def _fitting(out: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
+    """The first rows of a caller's memory as uint16. Raises ValueError that says what does not fit."""
+    if out.dtype.itemsize != 2 or out.ndim != 3 or out.shape[1:] != shape[1:] or len(out) < shape[0]:
+        raise ValueError(f"out must be [>= {shape[0]}, {shape[1]}, {shape[2]}] bfloat16, found {out.shape} {out.dtype}")
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError("out must be contiguous and writable")
+    return out[: shape[0]].view(np.uint16)
 
 
-def open_dataset(uri: str, *, partial: bool = False) -> Dataset:
+def open_dataset(uri: str, *, partial: bool = False, threads: int = THREADS) -> Dataset:
     """Opens a sealed dataset at a folder or object-store URI; with `partial`, an unsealed one too (finished shards only).
 
+    threads: range GETs at once (each at most 16 MiB).
     Raises DatasetMissing, DatasetNotSealed, ShardCorrupt, StoreError.
     """
-    return Dataset(open_store(uri), partial=partial)
+    return Dataset(open_store(uri), partial=partial, threads=threads)
 
 
 def find_datasets(uri: str, *, depth: int = 3) -> list[str]:

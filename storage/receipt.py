@@ -6,7 +6,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LossyError(BaseModel):
-    """What a lossy codec cost, per layer: relative L2 error and mean cosine."""
+    """What a lossy codec cost in this shard, per layer: [L] each, over the finite values.
+
+    relative_l2: sqrt(sum of (stored - given)**2 / sum of given**2). cosine: mean over tokens of the cosine between the
+    stored and the given state; tokens whose given state is all zero are left out.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     relative_l2: list[float]

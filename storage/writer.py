@@ -14,11 +14,12 @@ import numpy as np
 from storage import layout
 from storage.codecs import codec_by_name
 from storage.commit import load_offset, load_plan_document, offset_hash, publish_offset
+from storage.encode import encode_shard_view
 from storage.errors import StatehouseError
 from storage.objects import ObjectMissing, ObjectStore, open_store
 from storage.plan import Plan
 from storage.receipt import Receipt
-from storage.shard import Footer, ShardIdentity, encode_shard, read_footer
+from storage.shard import Footer, ShardIdentity, read_footer
 
 
 def shard_identity(plan: Plan) -> ShardIdentity:
@@ -71,9 +72,23 @@ class ShardWriter:
             self._offset_LH = publish_offset(self.store, offset)
 
     def find(self, shard: int, rows: int) -> Receipt | None:
-        """The receipt of a shard that is already there, or None. Raises ShardCorrupt when it is damaged."""
-        footer = find_footer(self.store, self.identity, shard, rows, offset_hash(self.identity.codec, self.offset()))
-        return footer.receipt if footer else None
+        """The receipt of a shard that is already there, or None. Raises ShardCorrupt when it is damaged.
+
+        rows: of the work unit; above S, all shards of the run must be there, and the receipt is the last one's.
+        """
+        receipt = None
+        for one, low, high in self._run(shard, rows):
+            offset = offset_hash(self.identity.codec, self.offset())
+            footer = find_footer(self.store, self.identity, one, high - low, offset)
+            if footer is None:
+                return None
+            receipt = footer.receipt
+        return receipt
+
+    def _run(self, shard: int, rows: int) -> list[tuple[int, int, int]]:
+        """(shard, its first row, the row after its last) of each shard that a work unit's rows fill."""
+        size = self.identity.geometry.shard_tokens
+        return [(shard + low // size, low, min(low + size, rows)) for low in range(0, rows, size)]
 
     def write(
         self,
@@ -83,29 +98,44 @@ class ShardWriter:
         *,
         written_by: Mapping[str, str | int | float] | None = None,
         seconds: Mapping[str, float] | None = None,
+        quarantined: Mapping[str, str] | None = None,
     ) -> Written:
         """Encodes and PUTs one shard, or adopts the one that is there. bits_TLH: uint16 [T, L, H].
 
-        Raises ShardCorrupt when the key holds something else, StoreError when the store refuses.
+        Above S rows they are those of a run of shards that starts at `shard` (a `WorkUnit` of several): its first shard is
+        PUT last, so that where that is, the others are; the receipt returned is the last shard's.
+        quarantined: {sequence id: why} of sequences that could not be extracted; their states must be NaN.
+        Raises ShardCorrupt when a key holds something else, StoreError when the store refuses.
         """
         offset = self.offset()
         if self.codec.needs_offset and offset is None:
             raise StatehouseError(f"{self.store.uri}: no exponent offsets yet; calibrate before the first shard")
-        data, receipt = encode_shard(
-            bits_TLH,
-            self.identity,
-            shard,
-            sequences,
-            offset,
-            written_by=written_by,
-            seconds=seconds,
-        )
+        written: list[Written] = []
+        run = self._run(shard, len(bits_TLH))
+        for one, low, high in reversed(run):
+            last = one == run[-1][0]
+            data, receipt = encode_shard_view(
+                bits_TLH[low:high],
+                self.identity,
+                one,
+                sequences if last else 1,
+                offset,
+                written_by=written_by,
+                seconds=seconds,
+                quarantined=quarantined if last else None,
+            )
+            written.append(self._put(one, data, receipt))
+        return Written(written[0].receipt, all(one.created for one in written))
+
+    def _put(self, shard: int, data: memoryview, receipt: Receipt) -> Written:
         created = self.store.create(layout.shard_key(shard), data)
         if not created:
-            found = self.find(shard, len(bits_TLH))
-            if found is None:
+            footer = find_footer(
+                self.store, self.identity, shard, receipt.rows, offset_hash(self.identity.codec, self.offset())
+            )
+            if footer is None:
                 raise ObjectMissing(f"{self.store.uri}: shard {shard} vanished while it was adopted; run again")
-            receipt = found
+            receipt = footer.receipt
         self.store.put(layout.receipt_key(shard), receipt.model_dump_json(indent=1).encode() + b"\n")
         return Written(receipt, created)
 

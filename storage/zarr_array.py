@@ -13,7 +13,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from storage.codecs.lossless import zstd_compress, zstd_decompress
+from storage.codecs.zstd import zstd_compress, zstd_decompress
 
 _BYTES_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}

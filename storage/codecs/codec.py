@@ -13,12 +13,17 @@ import numpy as np
 
 
 class Codec(ABC):
-    """One way to store bf16 states. Stateless; safe to share between threads."""
+    """One way to store bf16 states. Stateless; safe to share between threads. Arrays are C-contiguous."""
 
+    # As it stands in the recipe, the plan and the receipts, parameters included: `bitround(4)`.
     name: str
     # What a missing chunk reads as. Never a plausible number once the planes are joined.
     fill_value: int
     needs_offset: bool
+    # Lossy codecs leave their error in every receipt.
+    lossy: bool = False
+    # Raw bytes over stored bytes on real states (SmolLM2-135M): what a plan's cost estimate assumes.
+    typical_ratio: float = 1.0
 
     @property
     @abstractmethod
@@ -26,8 +31,10 @@ class Codec(ABC):
         """The inner codec chain of the sharded array, as it stands in zarr.json (without the closing crc32c)."""
 
     @abstractmethod
-    def split(self, bits_TLH: np.ndarray, offset_LH: np.ndarray | None) -> np.ndarray:
-        """uint16 bf16 bit patterns [T, L, H] -> uint8 planes [2, T, L, H]."""
+    def split(
+        self, bits_TLH: np.ndarray, offset_LH: np.ndarray | None, out_2TLH: np.ndarray | None = None
+    ) -> np.ndarray:
+        """uint16 bf16 bit patterns [T, L, H] -> uint8 planes [2, T, L, H], in `out_2TLH` if given."""
 
     @abstractmethod
     def join(self, planes_2TLH: np.ndarray, offset_LH: np.ndarray | None, out_TLH: np.ndarray) -> None:
@@ -40,6 +47,10 @@ class Codec(ABC):
     @abstractmethod
     def decompress(self, data: memoryview, size: int) -> bytes | memoryview:
         """The inverse of `compress`; `size` is the number of bytes expected. Raises ValueError when it differs."""
+
+    @abstractmethod
+    def decompress_into(self, data: memoryview, plane: np.ndarray) -> None:
+        """The same into a contiguous uint8 chunk, which may be reused: fresh pages cost .3 s/GB."""
 
     def calibrate(self, bits_TLH: np.ndarray) -> np.ndarray | None:
         """Exponent offsets uint8 [L, H] from a sample of states, or None where the codec needs none."""

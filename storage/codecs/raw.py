@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from storage.codecs.codec import Codec
+from storage.kernels import kernels
 
 
 class Raw(Codec):
@@ -21,15 +22,17 @@ class Raw(Codec):
     def zarr_codecs(self) -> list[dict[str, Any]]:
         return [{"name": "bytes"}]
 
-    def split(self, bits_TLH: np.ndarray, offset_LH: np.ndarray | None) -> np.ndarray:
-        planes = np.empty((2, *bits_TLH.shape), np.uint8)
-        np.right_shift(bits_TLH, 8, out=planes[0], casting="unsafe")
-        np.bitwise_and(bits_TLH, 0xFF, out=planes[1], casting="unsafe")
+    def split(
+        self, bits_TLH: np.ndarray, offset_LH: np.ndarray | None, out_2TLH: np.ndarray | None = None
+    ) -> np.ndarray:
+        planes = np.empty((2, *bits_TLH.shape), np.uint8) if out_2TLH is None else out_2TLH
+        flat = (len(bits_TLH), -1)
+        kernels().split_bytes(bits_TLH.reshape(flat), planes[0].reshape(flat), planes[1].reshape(flat))
         return planes
 
     def join(self, planes_2TLH: np.ndarray, offset_LH: np.ndarray | None, out_TLH: np.ndarray) -> None:
-        np.left_shift(planes_2TLH[0], 8, out=out_TLH, dtype=np.uint16)
-        out_TLH |= planes_2TLH[1]
+        flat = (len(out_TLH), -1)
+        kernels().join_bytes(planes_2TLH[0].reshape(flat), planes_2TLH[1].reshape(flat), out_TLH.reshape(flat))
 
     def compress(self, plane: np.ndarray) -> bytes:
         return plane.tobytes()
@@ -38,3 +41,6 @@ class Raw(Codec):
         if len(data) != size:
             raise ValueError(f"raw chunk holds {len(data)} bytes, expected {size}")
         return data
+
+    def decompress_into(self, data: memoryview, plane: np.ndarray) -> None:
+        plane.reshape(-1)[:] = np.frombuffer(self.decompress(data, plane.nbytes), np.uint8)

@@ -60,7 +60,6 @@ def test_the_kimi_plan_gives_the_known_figures() -> None:
 def test_plan_refuses_what_the_job_would_refuse(written: Any) -> None:
     for override, message in (
         ("extraction.capture_layers=[3,1]", "cannot capture layers"),
-        ("dataset.shard_tokens=2", "the longest sequence has"),
         ("dataset.expected.mean_tokens=100000", "above dataset.max_length"),
     ):
         with pytest.raises(StatehouseError, match=message):

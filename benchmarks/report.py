@@ -1,0 +1,106 @@
+"""What a benchmark found: every measurement, and the bars that an issue set, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on: no name of the host, only what matters to them."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 1e9, 1),
+        "load_before": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+@dataclass
+class Report:
+    """rows: {measurement, unit, values, ...}. bars: {name: {value, limit, better, what}}."""
+
+    name: str
+    quick: bool
+    machine: dict[str, Any] = field(default_factory=machine)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bars: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def row(self, measurement: str, unit: str, values: Sequence[float], **more: Any) -> float:
+        """Adds a row; returns the median of its repetitions."""
+        median = statistics.median(values)
+        self.rows.append(
+            {
+                "measurement": measurement,
+                "unit": unit,
+                "median": median,
+                "values": [float(f"{v:.5g}") for v in values],
+                **more,
+            }
+        )
+        return median
+
+    def absent(self, measurement: str, why: str) -> None:
+        self.rows.append({"measurement": measurement, "unit": "-", "median": None, "values": [], "note": why})
+
+    def bar(self, name: str, value: float, limit: float, better: str, what: str) -> None:
+        self.bars[name] = {"value": float(f"{value:.5g}"), "limit": limit, "better": better, "what": what}
+
+    def passed(self, name: str) -> bool:
+        bar = self.bars[name]
+        return bar["value"] <= bar["limit"] if bar["better"] == "lower" else bar["value"] >= bar["limit"]
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "benchmark": self.name,
+            "quick": self.quick,
+            "machine": self.machine,
+            "rows": self.rows,
+            "bars": self.bars,
+        }
+
+    def show(self, json_path: str | None) -> None:
+        """Prints the tables; writes the JSON if a path is given."""
+        console = Console(width=None if os.isatty(1) else 150)
+        rows = Table(
+            "measurement", "unit", "median", "lowest", "highest", "n", "note", title=self.name, title_justify="left"
+        )
+        for row in self.rows:
+            values = row["values"]
+            shown = [f"{row['median']:.4g}", f"{min(values):.4g}", f"{max(values):.4g}"] if values else ["-"] * 3
+            rows.add_row(row["measurement"], row["unit"], *shown, str(len(values)), row.get("note", ""))
+        console.print(rows)
+        bars = Table("figure", "value", "limit", "", "what", title="against the limits", title_justify="left")
+        for name, bar in self.bars.items():
+            sign = "<=" if bar["better"] == "lower" else ">="
+            bars.add_row(
+                name,
+                f"{bar['value']:.4g}",
+                f"{sign} {bar['limit']:g}",
+                "ok" if self.passed(name) else "MISSED",
+                bar["what"],
+            )
+        console.print(bars)
+        console.print(f"machine: {', '.join(f'{key} {value}' for key, value in self.machine.items())}")
+        if json_path:
+            Path(json_path).write_text(json.dumps(self.document(), indent=1) + "\n")

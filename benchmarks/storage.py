@@ -1,0 +1,387 @@
+"""How fast and how small the store is, beside the ceiling and the peers, all in one run on a SeaweedFS of its own.
+
+    python -m benchmarks.storage                    # about ten minutes; medians of 7
+    python -m benchmarks.storage --quick            # under three minutes on 2 cores; medians of 5
+    python -m benchmarks.storage --json out.json --only reading,writing
+
+GB are logical bf16 bytes. CPU is that of this process, all threads, without the server's. Wall times are only as good as
+the machine is idle: the limits are ratios within a run, in shuffled order, so that drift strikes everybody alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.corpus import HIDDEN, Corpus, fill_dataset, fill_files, plan_corpus, synthetic_states, torch_bytes
+from benchmarks.memory import measure
+from benchmarks.opening import CountingStore, length_table, plan_lengths, write_without_states
+from benchmarks.opening import contract as kimi_like
+from benchmarks.proxy import proxy_process
+from benchmarks.readers import READERS, Reader, safetensors_parallel
+from benchmarks.real_states import order_0_bound, smollm2_states
+from benchmarks.report import Report
+from benchmarks.seaweed import BUCKET, seaweedfs
+from storage import layout
+from storage.codecs import codec_by_name
+from storage.kernels import kernels
+from storage.objects import open_store
+from storage.reader import Dataset
+from storage.writer import ShardWriter
+
+THREADS = 8
+LINK, DELAY = 200e6, 0.030
+
+
+class Settings:
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.repetitions = 5 if quick else 7
+        self.sequences, self.per_repetition = (12, 5) if quick else (32, 12)
+        self.real_tokens = 512 if quick else 8192
+        self.stream_bytes = 10_000_000_000
+        self.written = 2 if quick else 6
+
+
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """(wall seconds, CPU seconds of this process)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def shuffled(actions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[tuple[float, float]]]:
+    """Each action `repetitions` times after one that does not count, in an order that is drawn anew each time."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
+    for action in actions.values():
+        action()
+    for repetition in range(repetitions):
+        names = list(actions)
+        random.Random(repetition).shuffle(names)
+        for name in names:
+            found[name].append(timed(actions[name]))
+    return found
+
+
+def codecs(report: Report, settings: Settings) -> None:
+    """Size and error of every codec, on real states and on synthetic ones."""
+    samples: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # name: states, sample for the offsets
+    block = synthetic_states(512, seed=3)
+    samples["synthetic H=7168"] = block[64:], block[:64]
+    drift = np.exp(np.random.default_rng(9).normal(0, 0.3, (1, *block.shape[1:]))).astype(np.float32)
+    moved = ((block[:64].astype(np.uint32) << 16).view(np.float32) * drift).view(np.uint32) >> 16
+    samples["synthetic H=7168, offsets of another domain"] = block[64:], moved.astype(np.uint16)
+    try:
+        real = smollm2_states(settings.real_tokens)
+    except ImportError as error:
+        report.absent("real states", f"not installed: {error.name}")
+    else:
+        everything = np.concatenate(list(real.values()))
+        samples["real SmolLM2"] = everything, everything[:: max(1, len(everything) // 512)]
+        code = real.pop("code")
+        samples["real SmolLM2, offsets of code"] = np.concatenate(list(real.values())), code
+    for name, (bits, sample) in samples.items():
+        bound = order_0_bound(bits) / bits.nbytes
+        chunk = 32 if bits.shape[-1] == HIDDEN else 128
+        for codec_name in ("lossless", "bitround(4)", "bitround(3)", "fp8", "raw"):
+            codec = codec_by_name(codec_name)
+            offset, stored, wrong, given = codec.calibrate(sample), 0, 0.0, 0.0
+            for low in range(0, len(bits) // chunk * chunk, chunk):
+                part = bits[low : low + chunk]
+                planes = codec.split(part, offset)
+                stored += sum(len(codec.compress(plane)) + 4 for plane in planes)
+                if codec.lossy:
+                    back = np.empty_like(part)
+                    codec.join(planes, offset, back)
+                    before, after = (
+                        (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for x in (part, back)
+                    )
+                    wrong, given = wrong + float(((before - after) ** 2).sum()), given + float((before**2).sum())
+            share = stored / (len(bits) // chunk * chunk * bits[0].nbytes)
+            note = f"relative L2 error {np.sqrt(wrong / given):.4f}" if codec.lossy else f"order-0 bound {bound:.4f}"
+            report.row(f"stored / raw, {codec_name}, {name}", "share", [share], note=note)
+            if codec_name == "lossless":
+                key = name.replace(" ", "_").replace(",", "").replace("=", "").lower()
+                report.bar(
+                    f"over_order_0_bound_{key}",
+                    share / bound,
+                    1.02,
+                    "lower",
+                    f"lossless over the order-0 bound, {name}",
+                )
+                if name == "real SmolLM2":
+                    report.bar(
+                        "stored_over_raw_real_states",
+                        share,
+                        0.675,
+                        "lower",
+                        "bytes stored / raw bf16, lossless, real states",
+                    )
+
+
+def make_corpus(report: Report, settings: Settings) -> Corpus:
+    lengths = np.clip(np.random.default_rng(0).lognormal(7.1, 0.6, settings.sequences), 200, 2400).astype(int)
+    corpus, table = plan_corpus(f"s3://{BUCKET}/corpus", lengths, synthetic_states(2600))
+    stored = fill_dataset(corpus, table)
+    for kind in ("safetensors", "torch"):
+        fill_files(corpus, open_store(corpus.uri), kind)
+    raw = int(corpus.lengths.sum()) * corpus.plan.geometry.bytes_per_token
+    report.row(
+        "corpus, raw", "GB", [raw / 1e9], note=f"{settings.sequences} sequences, {stored / raw:.4f} of it stored"
+    )
+    return corpus
+
+
+def some_rows(corpus: Corpus, settings: Settings, seed: int = 5) -> tuple[list[int], float]:
+    """Rows to read, and their GB."""
+    rows = np.random.default_rng(seed).permutation(len(corpus.lengths))[: settings.per_repetition].tolist()
+    return rows, int(corpus.lengths[rows].sum()) * corpus.plan.geometry.bytes_per_token / 1e9
+
+
+def reading(report: Report, settings: Settings, corpus: Corpus) -> None:
+    rows, gigabytes = some_rows(corpus, settings)
+    actions: dict[str, Callable[[], object]] = {}
+    for name, make in READERS.items():
+        try:
+            read = make(corpus, THREADS)
+        except ImportError as error:
+            report.absent(f"reading: {name}", f"not installed: {error.name}")
+            continue
+        states = read(0)
+        assert states is None or bool((np.asarray(states) == corpus.states(0)).all()), name
+        actions[name] = _all(read, rows)
+    found = shuffled(actions, settings.repetitions)
+    speed, cpu = {}, {}
+    for name, values in found.items():
+        speed[name] = report.row(f"reading: {name}", "GB/s", [gigabytes / wall for wall, _ in values])
+        cpu[name] = report.row(f"reading: {name}", "CPU s/GB", [used / gigabytes for _, used in values])
+
+    def ratio(of: dict[str, float], *others: str) -> float | None:
+        known = [of[other] for other in others if other in of]
+        return of["Statehouse"] / max(known) if known else None
+
+    bars = (
+        ("read_over_raw_gets", ratio(speed, "raw GETs of the same bytes"), 0.65, "higher", "GB/s over raw GETs of the same bytes"),
+        ("read_cpu_over_raw_gets", ratio(cpu, "raw GETs of the same bytes"), 2.2, "lower", "CPU over that of raw GETs"),
+        ("read_over_peers", ratio(speed, "safetensors, one GET", "torch.save, one GET"), 2.0, "higher", "GB/s over the better of one GET per torch.save or safetensors file"),
+        ("read_over_zarr_python", ratio(speed, "zarr-python on the same store"), 5.0, "higher", "GB/s over stock zarr-python on the same store"),
+        ("read_over_tuned_safetensors", ratio(speed, "safetensors, parallel GETs, reused buffer"), 0.9, "higher", "GB/s over safetensors by parallel GETs into a reused buffer"),
+    )  # fmt: skip
+    for name, value, limit, better, what in bars:
+        if value is not None:
+            report.bar(name, value, limit, better, what)
+    report.row("compiled loops (numba)", "yes = 1", [float(kernels().compiled)])
+
+
+def _all(read: Reader, rows: list[int]) -> Callable[[], object]:
+    return lambda: [read(row) for row in rows]
+
+
+def _streamed(corpus: Corpus, rows: list[int]) -> Callable[[], object]:
+    dataset = Dataset(open_store(corpus.dataset_uri), threads=THREADS)
+    return lambda: sum(len(states.token_ids) for states in dataset.stream(rows, ahead_bytes=400_000_000))
+
+
+def _two_at_once(corpus: Corpus, rows: list[int]) -> Callable[[], object]:
+    """Reading ahead for safetensors: two tuned readers, each with its buffer, so that the link never waits."""
+    readers, pool = [safetensors_parallel(corpus, THREADS) for _ in range(2)], ThreadPoolExecutor(2)
+    return lambda: list(pool.map(lambda turn: [readers[turn](row) for row in rows[turn::2]], range(2)))
+
+
+def far_away(report: Report, settings: Settings, corpus: Corpus, endpoint: str) -> None:
+    """Through a link of 200 MB/s, and through one that also adds 30 ms to every request."""
+    rows, gigabytes = some_rows(corpus, settings)
+    tokens = int(corpus.lengths[rows].sum())
+    with proxy_process(endpoint, bandwidth=LINK) as slow:
+        os.environ["AWS_ENDPOINT_URL"] = slow
+        found = shuffled(
+            {"Statehouse": _streamed(corpus, rows), "tuned safetensors": _two_at_once(corpus, rows)},
+            settings.repetitions,
+        )
+    rate = {n: report.row(f"200 MB/s: {n}", "tokens/s", [tokens / wall for wall, _ in found[n]]) for n in found}
+    report.bar(
+        "slow_link_over_tuned_safetensors", rate["Statehouse"] / rate["tuned safetensors"], 1.4, "higher",
+        "tokens/s over tuned safetensors through 200 MB/s",
+    )  # fmt: skip
+    with proxy_process(endpoint, bandwidth=LINK, delay=DELAY) as distant:
+        os.environ["AWS_ENDPOINT_URL"] = distant
+        dataset = Dataset(open_store(corpus.dataset_uri), threads=THREADS)
+
+        def stream() -> None:
+            for _ in dataset.stream(rows, ahead_bytes=400_000_000):
+                pass
+
+        waits = shuffled({"stream": stream}, settings.repetitions)["stream"]
+    os.environ["AWS_ENDPOINT_URL"] = endpoint
+    stored = sum(range_bytes(dataset, corpus, row) for row in rows)
+    limit = stored / LINK + DELAY
+    median = report.row("30 ms and 200 MB/s: Statehouse", "GB/s", [gigabytes / wall for wall, _ in waits])
+    report.row(
+        "30 ms and 200 MB/s: the limit", "GB/s", [gigabytes / limit], note="stored bytes / bandwidth + one delay"
+    )
+    report.bar(
+        "far_link_over_limit", median / (gigabytes / limit), 0.9, "higher",
+        "GB/s over the bandwidth-delay limit of a link of 200 MB/s that adds 30 ms to each request",
+    )  # fmt: skip
+
+
+def range_bytes(dataset: Dataset, corpus: Corpus, row: int) -> int:
+    """Bytes that must come over the network for one sequence."""
+    geometry = corpus.plan.geometry
+    shard, first = divmod(int(corpus.plan.column("start")[row]), geometry.shard_tokens)
+    last = (first + int(corpus.lengths[row]) - 1) // geometry.chunk_tokens
+    return dataset._reader.footer(shard).chunk_range(first // geometry.chunk_tokens, last)[1]
+
+
+def writing(report: Report, settings: Settings, corpus: Corpus) -> None:
+    """One shard, norms, NaN scan, digest and receipt included, beside torch.save of its sequences; both PUT to S3."""
+    units = list(corpus.plan.units())[: settings.written]
+    states = [np.concatenate([corpus.states(int(row)) for row in unit.rows]) for unit in units]
+    gigabytes = sum(one.nbytes for one in states) / 1e9
+    store = open_store(corpus.uri)
+    writer = ShardWriter.from_uri(corpus.dataset_uri)
+    writer.offset()
+
+    def write() -> None:
+        for unit, bits in zip(units, states, strict=True):
+            store.delete(f"dataset/{layout.shard_key(unit.shard)}")
+            assert writer.write(unit.shard, bits, len(unit.rows)).created
+
+    def save() -> None:
+        for unit in units:
+            for row in unit.rows.tolist():
+                store.put(f"torch/{row}", torch_bytes(corpus.states(row)))
+
+    actions: dict[str, Callable[[], object]] = {"Statehouse": write}
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        report.absent("writing: torch.save", "not installed: torch")
+    else:
+        actions["torch.save"] = save
+    found = shuffled(actions, settings.repetitions)
+    cpu = {}
+    for name, values in found.items():
+        report.row(f"writing: {name}", "GB/s", [gigabytes / wall for wall, _ in values])
+        cpu[name] = report.row(f"writing: {name}", "CPU s/GB", [used / gigabytes for _, used in values])
+    if "torch.save" in cpu:
+        report.bar(
+            "write_cpu_over_torch_save", cpu["Statehouse"] / cpu["torch.save"], 1.1, "lower",
+            "CPU of writing a shard, receipt included, over torch.save of the same states, both PUT to S3",
+        )  # fmt: skip
+
+
+def memory(report: Report, settings: Settings, corpus: Corpus) -> None:
+    """10 GB in random order, read ahead by 512 MB."""
+    ahead = 512_000_000
+    found = measure(corpus.dataset_uri, ahead, settings.stream_bytes)
+    longest = int(corpus.lengths.max()) * corpus.plan.geometry.bytes_per_token
+    # The setting, the sequence that the caller holds, and what stream's docstring names.
+    allowed = ahead + longest + THREADS * (16 * 2**20 + 2 * corpus.plan.geometry.chunk_bytes) + 512 * 2**20
+    grown = found["most"] - found["before"]
+    report.row(
+        "stream of 10 GB, 512 MB ahead: memory",
+        "GB",
+        [grown / 1e9],
+        note=f"{found['bytes'] / found['seconds'] / 1e9:.2f} GB/s",
+    )
+    report.bar(
+        "stream_memory_over_bound",
+        grown / allowed,
+        1.0,
+        "lower",
+        f"resident growth over the bound of {allowed / 1e9:.2f} GB that stream names, {found['bytes'] / 1e9:.1f} GB read",
+    )
+
+
+def planning(report: Report) -> None:
+    code = """
+import json, resource, time
+from benchmarks.opening import contract, length_table, plan_lengths
+table = length_table(1_000_000)
+began = time.perf_counter()
+plan = plan_lengths(table, contract(), "lossless")
+units, hash = sum(1 for _ in plan.units()), plan.hash
+print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    plan.geometry.tokens / plan.tokens - 1, plan.tokens]))
+"""
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    seconds, peak, padding, tokens = json.loads(done.stdout.splitlines()[-1])
+    report.row("planning 1,000,000 sequences", "s", [seconds], note=f"{tokens:,} tokens")
+    report.bar("plan_seconds", seconds, 60, "lower", f"planning 1,000,000 sequences, {tokens / 1e9:.2f} billion tokens")
+    report.bar("plan_gib", peak / 2**30, 4, "lower", "peak memory of planning them")
+    report.bar("plan_padding", padding, 0.02, "lower", "places of the token axis that no token has")
+
+
+def opening(report: Report, settings: Settings) -> None:
+    store = open_store(f"s3://{BUCKET}/million")
+    write_without_states(store, plan_lengths(length_table(1_000_000), kimi_like(), "lossless"))
+    counting: Any = CountingStore(store)
+    seconds = [timed(lambda: Dataset(counting))[0] for _ in range(settings.repetitions)]
+    median = report.row("opening 1,000,000 sequences", "s", seconds)
+    report.bar(
+        "open_seconds", median, 2.0, "lower", "opening a sealed dataset of 1,000,000 sequences in 206,863 shards"
+    )
+    requests = sum(counting.calls.values()) / settings.repetitions
+    report.bar("open_requests", requests, 20, "lower", "requests of opening it")
+    command = [
+        sys.executable,
+        "-c",
+        "import time; t = time.perf_counter(); import storage; print(time.perf_counter() - t)",
+    ]
+    imports = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(5)]
+    report.bar("import_seconds", report.row("import storage", "s", imports), 0.5, "lower", "import storage")
+
+
+PARTS = ("codecs", "reading", "far_away", "writing", "memory", "planning", "opening")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions, every figure")
+    parser.add_argument("--json", metavar="FILE", help="write machine, rows and bars there")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    args = parser.parse_args()
+    wanted = args.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
+    report, settings = Report("storage", args.quick), Settings(args.quick)
+    began = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive this process
+    alone = set(wanted) <= {"codecs", "planning"}
+    with contextlib.nullcontext("") if alone else seaweedfs() as endpoint:
+        if set(wanted) & {"reading", "far_away", "writing", "memory"}:
+            corpus = make_corpus(report, settings)
+        steps: dict[str, Callable[[], None]] = {
+            "reading": lambda: reading(report, settings, corpus),
+            "far_away": lambda: far_away(report, settings, corpus, endpoint),
+            "memory": lambda: memory(report, settings, corpus),
+            "writing": lambda: writing(report, settings, corpus),
+            "opening": lambda: opening(report, settings),
+            "planning": lambda: planning(report),
+            "codecs": lambda: codecs(report, settings),
+        }
+        for name, step in steps.items():
+            if name in wanted:
+                step()
+                print(f"{name} done after {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    report.row("this benchmark", "s", [time.perf_counter() - began])
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Objects as files of a folder on a POSIX file system."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from storage.errors import StoreError
+from storage.object_store import ObjectMissing, ObjectStore
+
+_TEMPORARY = ".tmp-"
+_local = threading.local()  # a thread's buffer for ranges of files
+
+
+class LocalStore(ObjectStore):
+    """A folder of a POSIX file system."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.root = Path(path).expanduser().absolute()
+        self.uri = str(self.root)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key if key else self.root
+
+    def _fail(self, error: OSError, key: str) -> NoReturn:
+        where = self._path(key)
+        if isinstance(error, (FileNotFoundError, IsADirectoryError)):
+            raise ObjectMissing(f"{where}: no such object") from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        fix = {
+            errno.ENOSPC: "free some space or choose another dataset.uri",
+            errno.EDQUOT: "raise the quota or choose another dataset.uri",
+            errno.EACCES: "give this user the right to it or choose another dataset.uri",
+            errno.EROFS: "choose a dataset.uri on a writable file system",
+        }.get(error.errno or 0, "check that dataset.uri names a folder on a POSIX file system")
+        raise StoreError(f"{where}: {reason}; {fix}") from None
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except OSError as error:
+            self._fail(error, key)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        try:
+            with open(self._path(key), "rb", buffering=0) as file:
+                file.seek(start)
+                return _read_up_to(file.fileno(), length)
+        except OSError as error:
+            self._fail(error, key)
+
+    def get_view(self, key: str, start: int, length: int) -> memoryview:
+        if getattr(_local, "memory", None) is None or len(_local.memory) < length:
+            _local.memory = memoryview(bytearray(length))
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY)
+            try:
+                got = 0
+                while got < length and (more := os.preadv(descriptor, [_local.memory[got:length]], start + got)):
+                    got += more
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._fail(error, key)
+        return _local.memory[:got].toreadonly()
+
+    def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
+        try:
+            with open(self._path(key), "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - length))
+                return _read_up_to(file.fileno(), min(length, size)), size
+        except OSError as error:
+            self._fail(error, key)
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[Path, Path]]:
+        path = self._path(key)
+        temporary = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(temporary, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield temporary, path
+            finally:
+                temporary.unlink(missing_ok=True)
+            for folder in (path.parent, *path.parent.parents):  # the folders may be new, too
+                descriptor = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                if folder in (self.root, self.root.parent):
+                    break
+        except OSError as error:
+            self._fail(error, key)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        with self._temporary(key, data) as (temporary, path):
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+        return True
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        with self._temporary(key, data) as (temporary, path):
+            os.replace(temporary, path)
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        found: dict[str, int] = {}
+        top = self._path(prefix)
+        for folder, _, names in os.walk(top):
+            for name in names:
+                if not name.startswith(_TEMPORARY):
+                    path = Path(folder, name)
+                    with contextlib.suppress(FileNotFoundError):
+                        found[path.relative_to(self.root).as_posix()] = path.stat().st_size
+        return found
+
+    def written(self) -> dict[str, tuple[int, datetime]]:
+        found: dict[str, tuple[int, datetime]] = {}
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                path = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    about = path.stat()
+                    when = datetime.fromtimestamp(about.st_mtime, UTC)
+                    found[path.relative_to(self.root).as_posix()] = (about.st_size, when)
+        return found
+
+    def folders(self, prefix: str = "") -> list[str]:
+        top = self._path(prefix)
+        return sorted(path.name for path in top.iterdir() if path.is_dir()) if top.is_dir() else []
+
+    def delete(self, key: str) -> None:
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            self._fail(error, key)
+
+
+def _read_up_to(descriptor: int, length: int) -> bytes:
+    parts = []
+    while length > 0 and (part := os.read(descriptor, length)):
+        parts.append(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
