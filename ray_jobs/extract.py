@@ -1,7 +1,10 @@
 """extract: plan (or find the plan), fill the shards with hidden states, seal.
 
 Run it again after any failure, on any machine, with any number of replicas, even at the same time: finished shards are
-found and kept, and nothing is ever written twice. `--repair` first deletes shards that are damaged.
+found and kept, and nothing is ever written twice.
+
+`--repair` reads every byte, deletes what is damaged and makes it again, before and after the seal. A sealed shard whose
+states come out the same is restored to the byte; if any come out differently, `seal-0002.json` names the changed shards.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from ray_jobs.supervisor import Supervisor
 from ray_jobs.worker import ExtractUnit, replicas_of
 from storage import layout
 from storage.commit import publish_plan
-from storage.errors import DatasetNotSealed, ShardCorrupt
+from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
 from storage.objects import ObjectStore, open_store
 from storage.plan import Plan, make_plan
-from storage.seal import Seal, load_seal, scan_shards, seal_dataset
+from storage.repair import clear_damaged_plan, damaged_shards, require_whole, restore_offset, settle
+from storage.seal import Seal, load_seal, scan_shards, seal_dataset, some
 from storage.writer import ShardWriter, shard_identity
 
 
@@ -37,7 +41,7 @@ def make_units(plan: Plan, sequences: pa.Table, shards: set[int]) -> list[Extrac
     return [
         ExtractUnit(unit.shard, [flat[offsets[row] : offsets[row + 1]] for row in unit.rows])
         for unit in plan.units()
-        if unit.shard in shards
+        if not shards.isdisjoint(range(unit.shard, unit.shard + unit.shards))
     ]
 
 
@@ -49,6 +53,7 @@ def calibration_batch(plan: Plan, sequences: pa.Table, count: int) -> list[np.nd
 
 def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = None) -> None:
     """replicas: to be used and left running; by default the job's own."""
+    job.require(args.repair or not args.shards, "--shards names the shards that --repair checks; give --repair, too")
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
     prompts = inputs.read_prompts(recipe, verifier, "extract")
@@ -58,6 +63,9 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     plan = make_plan(sequences, contract, recipe.dataset.codec, shard_length=recipe.dataset.shard_tokens)
     store = open_store(recipe.dataset.uri)
     store.probe()
+    if args.repair:
+        for key in clear_damaged_plan(store, plan):
+            job.log.warning("repair writes again key=%s", key)
     committed = publish_plan(store, plan, sequences)
     job.log.info(
         "extract plan=%s %s sequences=%d tokens=%s shards=%d where=%s %s",
@@ -69,17 +77,25 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
         store.uri,
         " ".join(f"{name}={count}" for name, count in counts.items() if count),
     )
-    seal = _sealed(store)
-    if seal is None:
-        if missing := missing_shards(store, plan, repair=args.repair):
+    sealed = _sealed(store)
+    if sealed is not None and not args.repair:
+        require_whole(store)
+        seal = sealed
+    else:
+        if sealed is not None and restore_offset(store):
+            job.log.warning("repair writes again key=%s", layout.OFFSET)
+        if missing := missing_shards(store, plan, repair=args.repair, only=args.shards):
             job.start_ray()
             with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
                 _fill(recipe, store, plan, sequences, missing, supervisor)
-        seal = seal_dataset(store, plan, provenance(recipe))
-    elif args.repair:
-        job.log.warning(
-            "extract --repair: the dataset is sealed already, nothing was changed; restore shards from a copy"
-        )
+        seal = settle(store, plan, provenance(recipe)) if sealed else seal_dataset(store, plan, provenance(recipe))
+        if sealed is not None:
+            job.log.info(
+                "repair %s",
+                f"sealed anew number={seal.number} changed={some(seal.changed_shards)}"
+                if seal.number != sealed.number
+                else "the sealed content is whole again",
+            )
     job.log.info(
         "extract sealed fingerprint=%s sequences=%d tokens=%s raw=%.1fMB stored=%.1fMB ratio=%.3f where=%s",
         seal.fingerprint[:12],
@@ -99,18 +115,30 @@ def _sealed(store: ObjectStore) -> Seal | None:
         return None
 
 
-def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool) -> set[int]:
-    """Shards to be extracted. Bad ones are deleted with `repair`, and a ShardCorrupt without."""
+def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool, only: set[int] | None = None) -> set[int]:
+    """Shards to be extracted. Bad ones are deleted with `repair`, which reads every byte, and a ShardCorrupt without.
+
+    only: with `repair`, the shards that are checked.
+    """
+    if outside := sorted(one for one in only or () if not 0 <= one < plan.geometry.shards):
+        raise StatehouseError(f"--shards {outside[0]}: the plan has shards 0 to {plan.geometry.shards - 1}")
+    if repair:
+        sealed = _sealed(store) is not None
+        bad = damaged_shards(store, plan, only)
+        for shard, reason in bad.items():
+            # Another driver may have repaired, or even sealed, since the scan: its good shard must stay.
+            if not sealed and _sealed(store) is not None:
+                raise ShardCorrupt(
+                    f"{store.uri}: sealed by another driver during the repair; run the same command again"
+                )
+            if shard in damaged_shards(store, plan, [shard]):
+                job.log.warning("repair deletes shard=%d reason=%s", shard, reason)
+                store.delete(layout.shard_key(shard))
+        if bad and not sealed:
+            store.delete(layout.SHARDS)  # left by a seal that was cut off: it would name the old receipts
     good, bad = scan_shards(store, plan)
-    if bad and not repair:
+    if bad:
         raise ShardCorrupt(bad[min(bad)])
-    for shard in bad:
-        # Another driver may have repaired, or even sealed, since the scan: its good shard must stay.
-        if _sealed(store) is not None:
-            raise ShardCorrupt(f"{store.uri}: sealed by another driver during the repair; run the same command again")
-        if shard in scan_shards(store, plan, only=[shard])[1]:
-            job.log.warning("repair deletes shard=%d reason=%s", shard, bad[shard])
-            store.delete(layout.shard_key(shard))
     return set(range(plan.geometry.shards)) - set(good)
 
 
@@ -125,7 +153,8 @@ def _fill(
     units = make_units(plan, sequences, missing)
     # Two drivers started at once walk the shards in different orders, and so share most of the work.
     random.shuffle(units)
-    progress = job.Progress("extract", "shards", plan.geometry.shards, done_before)
+    total = sum(1 for _ in plan.units())  # fewer than shards where a sequence takes a run of them
+    progress = job.Progress("extract", "shards", total, total - len(units))
     stored = {"bytes": 0, "adopted": 0}
 
     def done(work: tuple[str, ExtractUnit], result: dict[str, Any]) -> None:
@@ -145,7 +174,17 @@ def _fill(
     supervisor.run("extract", [(uri, unit) for unit in units], done, progress.wait)
 
 
+def _numbers(text: str) -> set[int]:
+    return {int(part) for part in text.split(",")}
+
+
 if __name__ == "__main__":
     arguments = job.parser("extract", __doc__ or "")
-    arguments.add_argument("--repair", action="store_true", help="delete damaged shards and extract them again")
+    arguments.add_argument("--repair", action="store_true", help="delete damaged objects and make them again")
+    arguments.add_argument(
+        "--shards",
+        type=_numbers,
+        metavar="N,N",
+        help="with --repair: check these shards only, as `statehouse verify` names them",
+    )
     job.main(arguments, run)

@@ -18,13 +18,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from storage import layout
 from storage.codecs import codec_by_name
-from storage.contract import Contract, canonical_json
+from storage.contract import Contract, canonical_json, sha256_json
 from storage.errors import DatasetMissing, PlanConflict, ShardCorrupt, StatehouseError
 from storage.objects import ObjectMissing, ObjectStore
 from storage.plan import PLAN_SCHEMA, Geometry, Plan
 from storage.zarr_array import decode_chunk, encode_chunk
 
 Document = TypeVar("Document", bound=BaseModel)
+# The key of a document that holds the sha256 over all the others, as canonical JSON.
+SIGNATURE = "document_sha256"
 
 
 class ObjectDigest(BaseModel):
@@ -77,15 +79,33 @@ def check_format(document: Any, where: str) -> None:
         )
 
 
+def signed_json(model: BaseModel) -> bytes:
+    """A JSON document of ours whose key `document_sha256` covers all its other keys, later ones included."""
+    document = model.model_dump(mode="json")
+    return canonical_json({**document, SIGNATURE: sha256_json(document)}) + b"\n"
+
+
 def load_json(store: ObjectStore, key: str) -> Any:
-    """Raises ObjectMissing, or ShardCorrupt when it is no JSON of ours."""
+    """Raises ObjectMissing, or ShardCorrupt when it is no JSON of ours or not as it was written."""
     where = f"{store.uri}/{key}"
     try:
         document = json.loads(store.get(key))
-    except ValueError:
-        raise ShardCorrupt(f"{where}: damaged (not JSON); restore it from a copy") from None
-    check_format(document, where)
+        check_format(document, where)
+        signature = document.pop(SIGNATURE, None)
+        changed = signature is not None and signature != sha256_json(document)
+    except (ValueError, RecursionError):
+        raise ShardCorrupt(f"{where}: damaged (not JSON); restore it with `{restore_command(store.uri)}`") from None
+    if changed:
+        raise ShardCorrupt(
+            f"{where}: changed since it was written (its {SIGNATURE} is {str(signature)[:12]}, its keys make "
+            f"{sha256_json(document)[:12]}); restore it with `{restore_command(store.uri)}`"
+        )
     return document
+
+
+def restore_command(uri: str) -> str:
+    """What brings a damaged object of a sealed dataset back when another copy of the dataset exists."""
+    return f"statehouse repair {uri} --from COPY_URI"
 
 
 def load_document(store: ObjectStore, key: str, model: type[Document]) -> Document:
@@ -95,7 +115,9 @@ def load_document(store: ObjectStore, key: str, model: type[Document]) -> Docume
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise ShardCorrupt(f"{store.uri}/{key}: field {field}: {first['msg']}; restore it from a copy") from None
+        raise ShardCorrupt(
+            f"{store.uri}/{key}: field {field}: {first['msg']}; restore it with `{restore_command(store.uri)}`"
+        ) from None
 
 
 def load_plan_document(store: ObjectStore) -> PlanDocument:
@@ -126,7 +148,7 @@ def get_checked(store: ObjectStore, key: str, document: PlanDocument) -> bytes:
     if digest(data) != document.objects[key].sha256:
         raise ShardCorrupt(
             f"{store.uri}/{key}: sha256 {digest(data)[:12]}..., plan.json says {document.objects[key].sha256[:12]}...; "
-            "restore it from a copy, or delete it and run the extract job again"
+            f"write it again with `python -m ray_jobs.extract RECIPE --repair`, or `{restore_command(store.uri)}`"
         )
     return data
 
@@ -153,7 +175,7 @@ def publish_plan(store: ObjectStore, plan: Plan, sequences: pa.Table) -> bool:
         },
         written_by=package_versions("statehouse", "pyarrow", "numpy"),
     )
-    committed = store.create(layout.PLAN, canonical_json(document.model_dump(mode="json")) + b"\n")
+    committed = store.create(layout.PLAN, signed_json(document))
     if not committed:
         found = load_plan_document(store)
         if found.plan_hash != plan.hash:
@@ -207,7 +229,9 @@ def load_offset(store: ObjectStore, shape: tuple[int, ...]) -> np.ndarray | None
     try:
         return decode_chunk(data, "uint8", shape)
     except ValueError as error:
-        raise ShardCorrupt(f"{store.uri}/{layout.OFFSET}: {error}; restore it from a copy") from None
+        raise ShardCorrupt(
+            f"{store.uri}/{layout.OFFSET}: {error}; restore it with `statehouse repair {store.uri}`"
+        ) from None
 
 
 def offset_hash(codec: str, offset_LH: np.ndarray | None) -> str | None:

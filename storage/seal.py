@@ -1,11 +1,15 @@
 """The third act: every planned shard is checked against its receipt, then seal.json is PUT, create-only.
 
 The seal's fingerprint names the content: contract, plan, and the digest of every shard. Readers refuse datasets without.
+Shards that are repaired later and come out differently (another engine, another GPU) get a seal of their own,
+`seal-0002.json`, which names its parent's fingerprint and the changed shards: the newest seal counts, and an older
+fingerprint still resolves (`resolve_fingerprint`), with a message that says what became of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -15,8 +19,16 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict
 
 from storage import layout
-from storage.commit import digest, load_document, load_offset, offset_hash, package_versions
-from storage.contract import canonical_json, sha256_json
+from storage.commit import (
+    digest,
+    load_document,
+    load_offset,
+    offset_hash,
+    package_versions,
+    restore_command,
+    signed_json,
+)
+from storage.contract import sha256_json
 from storage.errors import DatasetNotSealed, ShardCorrupt
 from storage.objects import ObjectMissing, ObjectStore
 from storage.plan import Plan
@@ -62,10 +74,24 @@ class Seal(BaseModel):
     sealed_at: str
     written_by: dict[str, str]
     provenance: dict[str, Any] = {}
+    # 1 for seal.json, 2 for seal-0002.json, ...; parent is the fingerprint of the seal before.
+    number: int = 1
+    parent: str | None = None
+    changed_shards: list[int] = []
+    # The bytes of the exponent_offset object (base64), so that losing it loses nothing: about 16 KB at H = 7168.
+    offset_object: str | None = None
+
+
+def seal_key(number: int) -> str:
+    return layout.SEAL if number == 1 else f"seal-{number:04d}.json"
+
+
+def shards_table_key(number: int) -> str:
+    return layout.SHARDS if number == 1 else f"shards-{number:04d}.parquet"
 
 
 def scan_shards(
-    store: ObjectStore, plan: Plan, only: Sequence[int] | None = None, threads: int = 16
+    store: ObjectStore, plan: Plan, only: Iterable[int] | None = None, threads: int = 16
 ) -> tuple[dict[int, tuple[Receipt, int]], dict[int, str]]:
     """Reads the footer of every planned shard: {shard: (receipt, object bytes)} of the good ones, {shard: why} of the bad.
 
@@ -95,47 +121,136 @@ def scan_shards(
     return good, bad
 
 
-def seal_dataset(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = None) -> Seal:
-    """Seals a complete dataset; returns the seal that is there if somebody else was first.
+def seal_dataset(
+    store: ObjectStore,
+    plan: Plan,
+    provenance: dict[str, Any] | None = None,
+    *,
+    max_quarantine_share: float = 0.01,
+) -> Seal:
+    """Seals a complete dataset; returns the newest seal that is there if somebody else was first.
 
-    Raises ShardCorrupt naming bad shards, DatasetNotSealed naming missing ones.
+    Raises ShardCorrupt naming bad shards, DatasetNotSealed naming missing ones or too many quarantined sequences.
     """
+    receipts = _all_receipts(store, plan)
+    quarantined = {key: why for receipt, _ in receipts for key, why in receipt.quarantined.items()}
+    if len(quarantined) > max_quarantine_share * len(plan.table):
+        key, why = min(quarantined.items())
+        raise DatasetNotSealed(
+            f"{store.uri}: {len(quarantined)} of {len(plan.table)} sequences are quarantined ({key}: {why}; ...), more than "
+            f"the share of {max_quarantine_share:g} that a seal accepts; fix the cause and run "
+            f"`python -m ray_jobs.extract RECIPE --repair`, or accept them with `statehouse seal {store.uri} --max-quarantine 1`"
+        )
+    _complete_copies(store, receipts)
+    found = _seals(store)
+    if not found:
+        seal = _publish(store, plan, receipts, 1, None, [], provenance)
+        if seal is not None:
+            return seal
+        found = _seals(store)
+    if found[-1].fingerprint != _fingerprint(plan.contract.hash, plan.hash, _digests(receipts)):
+        raise ShardCorrupt(
+            f"{store.uri}/{seal_key(found[-1].number)}: seals {found[-1].fingerprint[:12]}, but the shards make another "
+            "content; somebody changed shards after the seal: run `python -m ray_jobs.extract RECIPE --repair`, "
+            f"or `{restore_command(store.uri)}`"
+        )
+    return found[-1]
+
+
+def reseal(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = None) -> Seal:
+    """After a repair: the newest seal if the shards are again what it names, otherwise a further one that names it.
+
+    Raises DatasetNotSealed when the dataset was never sealed, ShardCorrupt naming shards that are still bad.
+    """
+    newest, receipts = load_seal(store), _all_receipts(store, plan)
+    _complete_copies(store, receipts)
+    table = _shards_table(receipts)
+    try:
+        sealed = load_shards_table(store, newest)
+    except ShardCorrupt:
+        data = layout.parquet_bytes(table)
+        if digest(data) == newest.shards_sha256:
+            store.put(shards_table_key(newest.number), data)
+            return newest
+        sealed = table.slice(0, 0)
+    if sealed.equals(table):
+        return newest
+    names = ("object_bytes", "data_sha256", "index_sha256")
+    before = {row["shard"]: tuple(row[name] for name in names) for row in sealed.to_pylist()}
+    changed = [row["shard"] for row in table.to_pylist() if before.get(row["shard"]) != tuple(row[n] for n in names)]
+    if not len(sealed):  # the old table is lost: only the fingerprint tells whether anything changed
+        same = newest.fingerprint == _fingerprint(plan.contract.hash, plan.hash, _digests(receipts))
+        changed = [] if same else changed
+    seal = _publish(store, plan, receipts, newest.number + 1, newest.fingerprint, changed, provenance)
+    if seal is None:
+        raise ShardCorrupt(
+            f"{store.uri}/{seal_key(newest.number + 1)}: another repair sealed at the same time; "
+            f"run `statehouse verify {store.uri}`"
+        )
+    return seal
+
+
+def _all_receipts(store: ObjectStore, plan: Plan) -> list[tuple[Receipt, int]]:
     good, bad = scan_shards(store, plan)
     if bad:
         shard, why = min(bad.items())
-        raise ShardCorrupt(f"{why}" if len(bad) == 1 else f"{len(bad)} bad shards ({_some(bad)}); shard {shard}: {why}")
+        raise ShardCorrupt(f"{why}" if len(bad) == 1 else f"{len(bad)} bad shards ({some(bad)}); shard {shard}: {why}")
     if missing := sorted(set(range(plan.geometry.shards)) - set(good)):
         raise DatasetNotSealed(
-            f"{store.uri}: {len(missing)} of {plan.geometry.shards} shards are missing ({_some(missing)}); "
+            f"{store.uri}: {len(missing)} of {plan.geometry.shards} shards are missing ({some(missing)}); "
             "run the extract job again to fill them"
         )
-    receipts = [good[shard] for shard in range(plan.geometry.shards)]
+    return [good[shard] for shard in range(plan.geometry.shards)]
+
+
+def _complete_copies(store: ObjectStore, receipts: list[tuple[Receipt, int]]) -> None:
     copies = store.sizes("receipts")
     for receipt, _ in receipts:  # a writer killed between a shard and its copy left it out
         if layout.receipt_key(receipt.shard) not in copies:
-            store.put(layout.receipt_key(receipt.shard), receipt.model_dump_json(indent=1).encode() + b"\n")
-    table = _shards_table(receipts)
-    fingerprint = sha256_json(
-        {
-            "contract": plan.contract.hash,
-            "plan": plan.hash,
-            "shards": [[receipt.data_sha256, receipt.index_sha256] for receipt, _ in receipts],
-        }
-    )
-    store.create(layout.SHARDS, layout.parquet_bytes(table))
-    stored = store.get(layout.SHARDS)
-    if not _holds(stored, table):
-        raise ShardCorrupt(
-            f"{store.uri}/{layout.SHARDS}: does not hold the receipts of the shards; delete it and run the extract job again"
-        )
+            store.put(layout.receipt_key(receipt.shard), receipt_copy(receipt))
+
+
+def receipt_copy(receipt: Receipt) -> bytes:
+    """receipts/<shard>.json, for people: what lies inside the shard object counts."""
+    return receipt.model_dump_json(indent=1).encode() + b"\n"
+
+
+def _digests(receipts: list[tuple[Receipt, int]]) -> list[list[str]]:
+    return [[receipt.data_sha256, receipt.index_sha256] for receipt, _ in receipts]
+
+
+def _fingerprint(contract_hash: str, plan_hash: str, shards: list[list[str]]) -> str:
+    return sha256_json({"contract": contract_hash, "plan": plan_hash, "shards": shards})
+
+
+def _publish(
+    store: ObjectStore,
+    plan: Plan,
+    receipts: list[tuple[Receipt, int]],
+    number: int,
+    parent: str | None,
+    changed: list[int],
+    provenance: dict[str, Any] | None,
+) -> Seal | None:
+    """PUTs the table of receipts, then the seal that names it. None when another seal of this number is there."""
+    table, key = _shards_table(receipts), shards_table_key(number)
+    data = layout.parquet_bytes(table)
+    if not store.create(key, data) and not _holds(data := store.get(key), table):
+        if number == 1:
+            raise ShardCorrupt(
+                f"{store.uri}/{key}: does not hold the receipts of the shards; delete it and run the extract job again"
+            )
+        data = layout.parquet_bytes(table)
+        store.put(key, data)  # left by a repair that was cut off before its seal: nothing names it
+    first = receipts[0][0]
     seal = Seal(
         format=layout.FORMAT,
         format_version=layout.FORMAT_VERSION,
-        fingerprint=fingerprint,
+        fingerprint=_fingerprint(plan.contract.hash, plan.hash, _digests(receipts)),
         plan_hash=plan.hash,
         contract_hash=plan.contract.hash,
-        offset_hash=receipts[0][0].offset_hash,
-        shards_sha256=digest(stored),
+        offset_hash=first.offset_hash,
+        shards_sha256=digest(data),
         sequences=len(plan.table),
         tokens=plan.tokens,
         loss_tokens=plan.loss_tokens,
@@ -146,38 +261,94 @@ def seal_dataset(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | No
         sealed_at=datetime.now(UTC).isoformat(timespec="seconds"),
         written_by=package_versions("statehouse", "pyarrow", "numpy", "zstandard"),
         provenance=provenance or {},
+        number=number,
+        parent=parent,
+        changed_shards=changed,
+        offset_object=None if first.offset_hash is None else base64.b64encode(store.get(layout.OFFSET)).decode(),
     )
-    if not store.create(layout.SEAL, canonical_json(seal.model_dump(mode="json")) + b"\n"):
-        found = load_seal(store)
-        if found.fingerprint != fingerprint:
-            raise ShardCorrupt(
-                f"{store.uri}/{layout.SEAL}: seals {found.fingerprint[:12]}, but the shards make {fingerprint[:12]}; "
-                "somebody changed shards after the seal: restore them from a copy"
-            )
-        return found
-    return seal
+    return seal if store.create(seal_key(number), signed_json(seal)) else None
 
 
 def load_seal(store: ObjectStore) -> Seal:
-    """Raises DatasetNotSealed when there is none, ShardCorrupt when it is damaged."""
+    """The newest seal. Raises DatasetNotSealed when there is none, ShardCorrupt when one is damaged or missing."""
+    return load_seals(store)[-1]
+
+
+def load_seals(store: ObjectStore) -> list[Seal]:
+    """All seals, oldest first. Raises DatasetNotSealed when there is none, ShardCorrupt when the chain is broken."""
+    if found := _seals(store):
+        return found
+    raise DatasetNotSealed(
+        f"{store.uri}: not sealed, so shards may be missing; finish it with `python -m ray_jobs.extract RECIPE`, "
+        "or open it with partial=True (--partial) to see the finished shards only"
+    )
+
+
+def _seals(store: ObjectStore) -> list[Seal]:
+    """One request a seal and one that finds no further one."""
+    found: list[Seal] = []
     try:
-        return load_document(store, layout.SEAL, Seal)
+        while True:
+            found.append(load_document(store, seal_key(len(found) + 1), Seal))
+            before = found[-2].fingerprint if len(found) > 1 else None
+            if found[-1].number != len(found) or found[-1].parent != before:
+                raise ShardCorrupt(
+                    f"{store.uri}/{seal_key(len(found))}: says number {found[-1].number}, parent {found[-1].parent}; "
+                    f"expected {len(found)}, {before}: restore the seals with `{restore_command(store.uri)}`"
+                )
     except ObjectMissing:
-        raise DatasetNotSealed(
-            f"{store.uri}: not sealed, so shards may be missing; finish it with `python -m ray_jobs.extract RECIPE`, "
-            "or open it with partial=True (--partial) to see the finished shards only"
-        ) from None
+        pass
+    if not found and store.exists(seal_key(2)):
+        raise ShardCorrupt(
+            f"{store.uri}/{layout.SEAL}: missing, though {seal_key(2)} is there; "
+            f"restore it with `{restore_command(store.uri)}`"
+        )
+    return found
+
+
+def resolve_fingerprint(store: ObjectStore, fingerprint: str) -> tuple[Seal, str | None]:
+    """The newest seal, and a message when `fingerprint` (or its first digits) is that of an older one.
+
+    Raises DatasetNotSealed, or ShardCorrupt when the dataset never had this fingerprint.
+    """
+    seals = load_seals(store)
+    newest = seals[-1]
+    if newest.fingerprint.startswith(fingerprint):
+        return newest, None
+    for index, seal in enumerate(seals):
+        if seal.fingerprint.startswith(fingerprint):
+            changed = sorted({shard for later in seals[index + 1 :] for shard in later.changed_shards})
+            return newest, (
+                f"{store.uri}: fingerprint {seal.fingerprint[:12]} of {seal.sealed_at} was superseded by "
+                f"{newest.fingerprint[:12]} of {newest.sealed_at}: {len(changed)} of {newest.shards} shards "
+                f"({some(changed)}) were lost and extracted again with other values"
+            )
+    known = ", ".join(seal.fingerprint[:12] for seal in seals)
+    raise ShardCorrupt(
+        f"{store.uri}: never had the fingerprint {fingerprint[:12]} (it has {known}); check the URI: it is another dataset"
+    )
 
 
 def load_shards_table(store: ObjectStore, seal: Seal) -> pa.Table:
     """`SHARDS_SCHEMA`, ordered by shard. Raises ShardCorrupt when it is not what the seal names."""
+    key = shards_table_key(seal.number)
     try:
-        data = store.get(layout.SHARDS)
+        data = store.get(key)
     except ObjectMissing:
         data = b""
     if digest(data) != seal.shards_sha256:
-        raise ShardCorrupt(f"{store.uri}/{layout.SHARDS}: missing or changed since the seal; restore it from a copy")
-    return pq.read_table(pa.BufferReader(data))
+        raise ShardCorrupt(
+            f"{store.uri}/{key}: {'changed since the seal' if data else 'missing'}; "
+            f"make it again from the shards with `statehouse repair {store.uri}`"
+        )
+    table = pq.read_table(pa.BufferReader(data))
+    digests = zip(table["data_sha256"].to_pylist(), table["index_sha256"].to_pylist(), strict=True)
+    if _fingerprint(seal.contract_hash, seal.plan_hash, [list(pair) for pair in digests]) != seal.fingerprint:
+        raise ShardCorrupt(
+            f"{store.uri}/{seal_key(seal.number)}: its fingerprint {seal.fingerprint[:12]} is not that of its contract, plan "
+            f"and shards; restore it with `{restore_command(store.uri)}`"
+        )
+    return table
 
 
 def _holds(data: bytes, table: pa.Table) -> bool:
@@ -199,6 +370,7 @@ def _shards_table(receipts: list[tuple[Receipt, int]]) -> pa.Table:
     return pa.table({name: columns[name] for name in SHARDS_SCHEMA.names}, schema=SHARDS_SCHEMA)
 
 
-def _some(shards: Any) -> str:
+def some(shards: Iterable[int]) -> str:
+    """The first few, for messages."""
     named = sorted(shards)
     return ", ".join(map(str, named[:8])) + (", ..." if len(named) > 8 else "")

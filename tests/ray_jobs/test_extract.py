@@ -9,9 +9,9 @@ from tiny import fill, planned, sealed, sequences
 
 from ray_jobs import extract
 from storage import layout, open_dataset
-from storage.errors import ShardCorrupt
+from storage.errors import ShardCorrupt, StatehouseError
 from storage.objects import LocalStore
-from storage.seal import scan_shards
+from storage.repair import damaged_shards
 
 
 def test_bad_shards_are_an_error_and_with_repair_they_and_only_they_are_deleted(tmp_path: Path) -> None:
@@ -36,8 +36,8 @@ def test_repair_leaves_shards_alone_that_another_driver_repaired_meanwhile(
     store.put(layout.shard_key(2), b"junk")
 
     def scan_then_be_overtaken(store: LocalStore, plan: object, only: object = None) -> object:
-        monkeypatch.setattr(extract, "scan_shards", scan_shards)
-        found = scan_shards(store, plan)  # type: ignore[arg-type]
+        monkeypatch.setattr(extract, "damaged_shards", damaged_shards)
+        found = damaged_shards(store, plan)  # type: ignore[arg-type]
         store.delete(layout.shard_key(2))
         if sealed_meanwhile:
             sealed(uri, table)
@@ -45,7 +45,7 @@ def test_repair_leaves_shards_alone_that_another_driver_repaired_meanwhile(
             fill(uri, planned(uri, table), {2})
         return found
 
-    monkeypatch.setattr(extract, "scan_shards", scan_then_be_overtaken)
+    monkeypatch.setattr(extract, "damaged_shards", scan_then_be_overtaken)
     if sealed_meanwhile:
         with pytest.raises(ShardCorrupt, match="sealed by another driver"):
             extract.missing_shards(store, plan, repair=True)
@@ -53,3 +53,16 @@ def test_repair_leaves_shards_alone_that_another_driver_repaired_meanwhile(
     else:
         extract.missing_shards(store, plan, repair=True)
         assert store.exists(layout.shard_key(2))
+
+
+def test_after_the_seal_repair_deletes_only_what_is_damaged_to_the_last_byte(tmp_path: Path) -> None:
+    plan, _ = sealed(str(tmp_path), sequences(120))
+    store = LocalStore(tmp_path)
+    data = bytearray(store.get(layout.shard_key(1)))
+    data[40] ^= 4
+    store.put(layout.shard_key(1), bytes(data))
+    store.delete(layout.shard_key(3))
+    assert extract.missing_shards(store, plan, repair=True, only={1}) == {1, 3}  # whatever is missing is missing
+    assert not store.exists(layout.shard_key(1))
+    with pytest.raises(StatehouseError, match="the plan has shards 0 to"):
+        extract.missing_shards(store, plan, repair=True, only={999})

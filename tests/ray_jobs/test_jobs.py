@@ -22,6 +22,8 @@ from ray_jobs.replicas import open_replica
 from ray_jobs.replicas.replica import ReplicaConfig
 from storage import open_dataset
 from storage.objects import LocalStore
+from storage.seal import load_seals
+from storage.verify import verify
 from vocab.mapping import DraftVocab
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
@@ -216,6 +218,37 @@ def test_a_damaged_shard_is_named_and_repair_extracts_it_again(
     assert not (uri / "seal.json").exists()
     ok(run_job("extract", path, "--repair"))
     assert_states_are_the_verifiers(str(uri), tiny_verifier)
+
+
+@pytest.mark.timeout(400)
+def test_after_the_seal_repair_restores_a_shard_to_the_byte_or_seals_what_came_out_differently(
+    recipe: Recipe, prepared: Prepared, run_job: Run, tmp_path: Path
+) -> None:
+    path = prepared(recipe(GIVEN[:60], dataset={"shard_tokens": 1024}))
+    ok(run_job("extract", path))
+    uri = tmp_path / "dataset"
+    fingerprint = open_dataset(str(uri)).fingerprint
+    shard, tokens = uri / "hidden/c/0/1/0/0", uri / "tokens/c/0"
+    whole = {file: file.read_bytes() for file in (shard, tokens)}
+    shard.write_bytes(whole[shard][:-100])
+    tokens.write_bytes(whole[tokens][:-1] + b"x")  # of the right size: only its digest tells
+    refused = run_job("extract", path)
+    assert refused.code == 1
+    assert "hidden/c/0/1/0/0" in refused.errors[0]
+    assert "--repair --shards 1" in refused.errors[0]
+    repaired = ok(run_job("extract", path, "--repair"))
+    assert "the sealed content is whole again" in repaired.err
+    assert {file: file.read_bytes() for file in whole} == whole
+    assert open_dataset(str(uri)).fingerprint == fingerprint
+    assert not (uri / "seal-0002.json").exists()
+
+    shard.unlink()  # and now by an engine that computes otherwise
+    repaired = ok(run_job("extract", path, "--repair", "--shards", "1", "extraction.replica.dtype=bfloat16"))
+    assert "sealed anew number=2 changed=1" in repaired.err
+    seals = load_seals(LocalStore(uri))
+    assert (seals[1].parent, seals[1].changed_shards) == (fingerprint, [1])
+    assert open_dataset(str(uri)).fingerprint == seals[1].fingerprint
+    assert verify(LocalStore(uri), full=True).ok
 
 
 def test_refused_prompts_fail_the_job_name_the_first_and_leave_nothing_that_counts(

@@ -17,6 +17,8 @@ from tiny import contract, fill, planned, sealed, sequences, states_of, unit_sta
 
 from storage import layout, open_dataset
 from storage.commit import load_plan, publish_plan
+from storage.contract import sha256_json
+from storage.encode import encode_shard
 from storage.errors import (
     ContractMismatch,
     DatasetMissing,
@@ -28,7 +30,6 @@ from storage.errors import (
 from storage.objects import LocalStore, open_store
 from storage.plan import make_plan
 from storage.seal import scan_shards, seal_dataset
-from storage.shard import encode_shard
 from storage.writer import ShardWriter, shard_identity
 
 
@@ -219,8 +220,10 @@ def test_a_shard_of_zero_bytes_is_bad_not_missing(uri: str) -> None:
 def test_documents_of_a_later_minor_version_are_read_and_their_new_keys_ignored(tmp_path: Path) -> None:
     sealed(str(tmp_path))
     for name in ("plan.json", "seal.json"):
-        document = json.loads((tmp_path / name).read_text())
-        (tmp_path / name).write_text(json.dumps({**document, "format_version": "1.7", "new_key": 1}))
+        document = {**json.loads((tmp_path / name).read_text()), "format_version": "1.7", "new_key": 1}
+        del document["document_sha256"]
+        document["document_sha256"] = sha256_json(document)
+        (tmp_path / name).write_text(json.dumps(document))
     assert len(open_dataset(str(tmp_path)))
 
 
@@ -279,38 +282,6 @@ def test_damage_never_reads_as_other_states(whole: tuple[str, dict[str, bytes]],
         assert str(error)
     finally:
         store.put(key, good)
-
-
-@pytest.mark.parametrize("after", ["plan.json", "sequences.parquet", "exponent_offset/c/0/0", "hidden/c/0/0/0/0", "hidden/c/0/2/0/0", "shards.parquet"])  # fmt: skip
-def test_a_writer_killed_just_after_any_object_is_carried_on(tmp_path: Path, after: str) -> None:
-    """The child dies by SIGKILL just after the PUT; a second run creates only what was missing."""
-    uri = str(tmp_path / "dataset")
-    script = f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from storage.objects import LocalStore
-create = LocalStore.create
-def create_then_die(self, key, data):
-    made = create(self, key, data)
-    if key == {after!r}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return made
-LocalStore.create = create_then_die
-from tiny import sealed
-sealed({uri!r})
-"""
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert child.returncode == -9, child.stderr
-    store = LocalStore(uri)
-    before = {key: (Path(uri) / key).stat().st_mtime_ns for key in store.sizes() if not key.startswith("receipts/")}
-    assert after in before
-    with pytest.raises((DatasetNotSealed, ShardCorrupt)):
-        open_dataset(uri)
-    sealed(uri)
-    for key, written in before.items():
-        assert (Path(uri) / key).stat().st_mtime_ns == written, f"{key} was written again"
-    for states in open_dataset(uri).stream():
-        assert (states.hidden.view(np.uint16) == states_of(states.id, len(states.token_ids))).all()
 
 
 def test_non_finite_values_are_kept_and_counted(tmp_path: Path) -> None:

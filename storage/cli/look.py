@@ -1,12 +1,8 @@
-"""The `statehouse` command: looks at datasets. What needs a verifier or runs for long lives in ray_jobs."""
+"""ls, info, head: what is there."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,77 +11,63 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from storage.cli.console import Outcome, command, count, facts, size
 from storage.commit import PlanDocument, load_plan_document
 from storage.errors import DatasetMissing, DatasetNotSealed, StatehouseError
 from storage.objects import open_store
-from storage.reader import Dataset, find_datasets, open_dataset
-from storage.seal import Seal, load_seal
+from storage.reader import find_datasets, open_dataset
+from storage.seal import Seal, load_seals, resolve_fingerprint, some
+from storage.stats import layer_names, layer_rms, sources_of
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="statehouse",
-        description="Looks at datasets of hidden states, in a folder or on object storage (s3://, gs://, az://).",
-        epilog="Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...) or the usual chain.",
+def register(commands: Any) -> None:
+    command(commands, "ls", _ls, "datasets at or under a URI", "uri", example="statehouse ls s3://bucket/datasets")
+    info = command(
+        commands,
+        "info",
+        _info,
+        "what a dataset holds: verifier, layers, sequences, sources, size, seals",
+        "uri",
+        example="statehouse info s3://bucket/datasets/kimi-k25 --json | jq .plan.contract > contract.json",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, show, text in (
-        ("ls", _ls, "datasets at or under a URI"),
-        ("info", _info, "what a dataset holds: verifier, layers, sequences, sources, size"),
-        ("head", _head, "the first tokens of some sequences beside the norms of their states"),
-    ):
-        command = commands.add_parser(name, help=text, description=(show.__doc__ or text).strip())
-        command.add_argument("uri", help="for instance s3://bucket/datasets/kimi-k25")
-        command.add_argument("--json", action="store_true", help="one JSON document instead of a table")
-        command.set_defaults(function=show)
-        if name == "head":
-            command.add_argument("-n", type=_count, default=3, metavar="N", help="sequences to show (default 3)")
-            command.add_argument("--tokens", type=_count, default=8, metavar="T", help="tokens of each (default 8)")
-            command.add_argument("--tokenizer", metavar="DIR", help="verifier folder with tokenizer.json, to show text")
-            command.add_argument("--partial", action="store_true", help="finished shards of an unsealed dataset")
-    args = parser.parse_args(argv)
-    function: Callable[[argparse.Namespace, Console], Any] = args.function
-    try:
-        # A pipe is not 80 columns wide: let lines be as long as they are.
-        console = Console(quiet=args.json, width=None if sys.stdout.isatty() else 160)
-        document = function(args, console)
-        if args.json:
-            print(json.dumps(document, indent=1))
-    except StatehouseError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    info.add_argument(
+        "--fingerprint", metavar="HEX", help="ask what became of this fingerprint (as a checkpoint names it)"
+    )
+    head = command(
+        commands,
+        "head",
+        _head,
+        "the first tokens of some sequences beside the norms of their states",
+        "uri",
+        example="statehouse head out/smollm2 -n 1 --tokenizer out/smollm2-checkpoint",
+    )
+    head.add_argument("-n", type=count, default=3, metavar="N", help="sequences to show (default 3)")
+    head.add_argument("--tokens", type=count, default=8, metavar="T", help="tokens of each (default 8)")
+    head.add_argument("--tokenizer", metavar="DIR", help="verifier folder with tokenizer.json, to show text")
+    head.add_argument("--partial", action="store_true", help="finished shards of an unsealed dataset")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
-    return value
-
-
-def _seal(uri: str) -> tuple[PlanDocument, Seal | None]:
+def _seals(uri: str) -> tuple[PlanDocument, list[Seal]]:
     store = open_store(uri)
     document = load_plan_document(store)
     try:
-        return document, load_seal(store)
+        return document, load_seals(store)
     except DatasetNotSealed:
-        return document, None
+        return document, []
 
 
-def _ls(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def _ls(args: argparse.Namespace, console: Console) -> Outcome:
     """Lists the datasets at or under a URI, up to three folders down."""
     rows: list[dict[str, Any]] = []
     table = Table("dataset", "verifier", "sequences", "tokens", "stored", "state")
     for uri in find_datasets(args.uri):
         try:
-            plan, seal = _seal(uri)
+            plan, seals = _seals(uri)
         except StatehouseError as error:  # one bad dataset must not hide the others
             rows.append({"uri": uri, "error": str(error)})
             table.add_row(escape(uri), "-", "-", "-", "-", escape(f"unreadable: {error}"))
             continue
+        seal = seals[-1] if seals else None
         rows.append(
             {
                 "uri": uri,
@@ -108,13 +90,13 @@ def _ls(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     if not rows:
         raise DatasetMissing(f"{args.uri}: no datasets here, down to three folders; check the URI")
     console.print(table)
-    return rows
+    return Outcome(rows)
 
 
-def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Shows what a dataset holds, from its plan and its seal."""
-    plan, seal = _seal(args.uri)
-    contract = plan.contract
+def _info(args: argparse.Namespace, console: Console) -> Outcome:
+    """Shows what a dataset holds, from its plan and its seals."""
+    plan, seals = _seals(args.uri)
+    contract, seal = plan.contract, seals[-1] if seals else None
     dataset = open_dataset(args.uri) if seal else None
     document: dict[str, Any] = {"uri": args.uri, "plan": plan.model_dump(mode="json", exclude={"objects"})}
     document["seal"] = seal.model_dump(mode="json") if seal else None
@@ -137,36 +119,33 @@ def _info(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         rows["sealed"] = f"{seal.sealed_at}, fingerprint {seal.fingerprint[:16]}"
     else:
         rows["sealed"] = "no: finish it with `python -m ray_jobs.extract RECIPE`"
-    if dataset is not None:
-        document["sources"] = _sources(dataset)
-        document["layer_rms"] = _layer_rms(dataset)
-        rows["sources"] = ", ".join(f"{name} {count:,}" for name, count in document["sources"].items())
+    for older, newer in zip(seals, seals[1:], strict=False):
+        rows[f"seal {newer.number}"] = (
+            f"shards {some(newer.changed_shards)} replaced, before: {older.fingerprint[:16]} of {older.sealed_at}"
+            if newer.changed_shards
+            else f"same content as {older.fingerprint[:16]} of {older.sealed_at}"
+        )
+    if dataset is not None and seal is not None:
+        document["sources"] = {source.name: source.sequences for source in sources_of(dataset.sequences)}
+        document["layer_rms"] = layer_rms(dataset.shards_table()).tolist()
+        rows["sources"] = ", ".join(f"{name} {amount:,}" for name, amount in document["sources"].items())
         rows["layer rms"] = ", ".join(f"{value:,.1f}" for value in document["layer_rms"])
-    table = Table(show_header=False, title=escape(args.uri), title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, escape(value))
-    console.print(table)
-    return document
+        if seal.quarantined:
+            key, why = min(seal.quarantined.items())
+            rows["quarantined"] = f"{len(seal.quarantined):,} sequences, for instance {key}: {why}"
+    if args.fingerprint:
+        _, message = resolve_fingerprint(open_store(args.uri), args.fingerprint)
+        document["fingerprint_message"] = message
+        rows["fingerprint"] = message or "this is the newest"
+    facts(console, args.uri, rows)
+    return Outcome(document)
 
 
-def _sources(dataset: Dataset) -> dict[str, int]:
-    return dict(sorted(Counter(dataset.sequences["source"].to_pylist()).items()))
-
-
-def _layer_rms(dataset: Dataset) -> list[float]:
-    """Root mean square of each stored layer over the whole dataset, from the receipts: [L]."""
-    shards = dataset.shards_table()
-    rows = shards["rows"].to_numpy().astype(np.float64)
-    rms = np.array(shards["layer_rms"].to_pylist())
-    return np.sqrt((rms**2 * rows[:, None]).sum(0) / rows.sum()).tolist()
-
-
-def _head(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def _head(args: argparse.Namespace, console: Console) -> Outcome:
     """Reads some sequences and shows their first tokens beside the root mean square of each layer's state."""
     dataset = open_dataset(args.uri, partial=args.partial)
     decode = _decoder(args.tokenizer)
-    names = [f"layer {layer}" for layer in dataset.contract.capture_layers]
-    names += ["final"] if dataset.contract.final_state != "absent" else []
+    names = layer_names(dataset.contract)
     rows = []
     for index in range(min(args.n, len(dataset))):
         states = dataset.read(index)
@@ -185,7 +164,7 @@ def _head(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
             tokens.append({"token_id": token, "text": text, "loss": loss, "rms": norms})
         console.print(table)
         rows.append({"id": states.id, "source": states.source, "length": len(states.token_ids), "tokens": tokens})
-    return rows
+    return Outcome(rows)
 
 
 def _decoder(folder: str | None) -> Callable[[int], str]:
@@ -200,17 +179,3 @@ def _decoder(folder: str | None) -> Callable[[int], str]:
     except Exception as error:  # tokenizers raises bare Exceptions
         raise StatehouseError(f"--tokenizer {folder}: expected a folder with tokenizer.json ({error})") from None
     return lambda token: repr(tokenizer.decode([token], skip_special_tokens=False))
-
-
-def size(count: int) -> str:
-    """Bytes for people: 1,234 B, 12.3 MiB, ..."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} TiB"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,93 @@
+"""What all commands share: how they are declared, tables, sizes, progress bars."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+URI_HELP = "a folder, or for instance s3://bucket/datasets/kimi-k25"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """document: what --json prints. code: the exit code."""
+
+    document: Any
+    code: int = 0
+
+
+def command(
+    commands: Any,
+    name: str,
+    function: Callable[[argparse.Namespace, Console], Outcome],
+    text: str,
+    *uris: str,
+    example: str = "",
+) -> argparse.ArgumentParser:
+    """Declares a command with its positional URIs, --json and the function's docstring as its description."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=_paragraph(function.__doc__ or text),
+        epilog=f"example:\n  {example}" if example else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for uri in uris:
+        parser.add_argument(uri, help=URI_HELP)
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.set_defaults(function=function)
+    return parser
+
+
+def _paragraph(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def count(text: str) -> int:
+    """An argument that must be a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
+    return value
+
+
+def size(amount: int) -> str:
+    """Bytes for people: 1,234 B, 12.3 MiB, ..."""
+    value = float(amount)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"
+
+
+def facts(console: Console, title: str, rows: dict[str, str]) -> None:
+    """A table of two columns: what, and how much."""
+    table = Table(show_header=False, title=escape(title), title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
+    console.print(table)
+
+
+@contextlib.contextmanager
+def bar(args: argparse.Namespace, what: str, total: int | None, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, where somebody is looking; yields what advances it."""
+    if args.json or not sys.stderr.isatty():
+        yield lambda _amount: None
+        return
+    counted = (
+        (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (TextColumn("{task.completed:,.0f} tokens"),)
+    )
+    columns = (TextColumn(what), BarColumn(), *counted, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda amount: progress.advance(task, amount)

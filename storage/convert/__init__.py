@@ -1,0 +1,1 @@
+"""Converters between datasets and the files of other projects, both ways: streaming, resumable, verified."""

@@ -1,0 +1,186 @@
+"""Several datasets as one, and states that need not be extracted again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tiny import contract, fill, planned, sealed, sequences, states_of, unit_states
+
+from storage import open_dataset
+from storage.commit import publish_plan
+from storage.errors import ContractMismatch, DatasetNotSealed, StatehouseError
+from storage.mix import Filter, Mixture, Part, open_mixture
+from storage.objects import LocalStore, open_store
+from storage.plan import make_plan
+from storage.reuse import fill_reusable, find_reusable
+from storage.seal import seal_dataset
+from storage.writer import ShardWriter
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, pa.Table]:
+    """The first 40 and the last 30 of 60 sequences: ten lie in both."""
+    folder, table = tmp_path_factory.mktemp("two"), sequences()
+    sealed(str(folder / "a"), table.slice(0, 40))
+    sealed(str(folder / "b"), table.slice(30))
+    return str(folder / "a"), str(folder / "b"), table
+
+
+def assert_right(mixture: Mixture, indices: list[int]) -> None:
+    ids = mixture.sequences["id"].to_pylist()
+    for index, states in zip(indices, mixture.stream(indices), strict=True):
+        assert states.id == ids[index]
+        assert (states.hidden.view(np.uint16) == states_of(states.id, len(states.token_ids))).all()
+        assert mixture.tokens(index)[0].tolist() == states.token_ids.tolist()
+
+
+def test_a_mixture_holds_every_sequence_once(two: tuple[str, str, pa.Table]) -> None:
+    a, b, table = two
+    mixture = open_mixture([a, b])
+    assert len(mixture) == 60
+    assert mixture.duplicates == 10
+    assert sorted(mixture.sequences["id"].to_pylist()) == table["id"].to_pylist()
+    assert_right(mixture, list(range(0, 60, 7)))
+    assert mixture.read(-1).id == mixture.sequences["id"][59].as_py()
+    with pytest.raises(IndexError):
+        mixture.read(60)
+
+
+def test_filters_restrict_by_source_length_loss_and_ids(two: tuple[str, str, pa.Table], tmp_path: Path) -> None:
+    a, b, table = two
+    where = Filter(sources=("code", "chat"), min_length=50, max_length=200, min_loss_tokens=40)
+    mixture = open_mixture([Part(a, where=where), b])
+    kept = [row for row in mixture.sequences.to_pylist() if row["dataset"] == 0]
+    assert kept
+    for row in kept:
+        assert row["source"] in ("code", "chat")
+        assert 50 <= row["length"] <= 200
+        assert row["loss_tokens"] >= 40
+    ids = table["id"].to_pylist()[:5]
+    (tmp_path / "ids.txt").write_text("\n".join(ids))
+    for listed in (ids, str(tmp_path / "ids.txt")):
+        assert open_mixture([Part(a, where=Filter(ids=listed))]).sequences["id"].to_pylist() == ids
+        assert len(open_mixture([Part(a, where=Filter(without=listed))])) == 35
+
+
+def test_a_filter_that_names_what_is_not_there_or_leaves_nothing_is_refused(two: tuple[str, str, pa.Table]) -> None:
+    a, _, _ = two
+    for where, message in (
+        (Filter(sources=("mahts",)), "no source 'mahts'; it has chat, code, maths"),
+        (Filter(ids=["0" * 32]), f"no sequence {'0' * 32}"),
+        (Filter(min_length=10_000), "no sequence of 40 is left"),
+        (Filter(ids="absent.txt"), "absent.txt: No such file"),
+    ):
+        with pytest.raises(StatehouseError, match=message):
+            open_mixture([Part(a, where=where)])
+    for parts, message in (([], "at least one"), ([Part(a, weight=0)], "weight 0")):
+        with pytest.raises(StatehouseError, match=message):
+            open_mixture(parts)
+
+
+def test_contracts_that_differ_are_refused_field_by_field(two: tuple[str, str, pa.Table], tmp_path: Path) -> None:
+    a, _, table = two
+    plan = planned(str(tmp_path), table, config_hash="z", vocab_size=2000)
+    fill(str(tmp_path), plan)
+    seal_dataset(LocalStore(tmp_path), plan)
+    with pytest.raises(ContractMismatch, match=r"config_hash: 'c' != 'z'; vocab_size: 1000 != 2000"):
+        open_mixture([a, str(tmp_path)])
+    planned(str(tmp_path / "unsealed"), table)
+    with pytest.raises(DatasetNotSealed):
+        open_mixture([a, str(tmp_path / "unsealed")])
+
+
+def test_weights_say_how_often_an_epoch_passes_over_a_part(two: tuple[str, str, pa.Table]) -> None:
+    a, b, _ = two
+    mixture = open_mixture([Part(a, weight=2.0), Part(b, weight=0.25)])
+    first = mixture.epoch(0, seed=3)
+    assert first.tolist() == mixture.epoch(0, seed=3).tolist()
+    assert first.tolist() != mixture.epoch(1, seed=3).tolist()
+    assert first.tolist() != mixture.epoch(0, seed=4).tolist()
+    times = Counter(first.tolist())
+    assert {times[index] for index in range(40)} == {2}
+    assert sum(times[index] for index in range(40, 60)) == 5
+    over_four = Counter(index for epoch in range(4) for index in mixture.epoch(epoch).tolist())
+    assert {over_four[index] for index in range(40, 60)} == {1}  # a quarter each time, all of them in four
+    assert_right(mixture, first[:6].tolist())
+    assert mixture.fingerprint != open_mixture([Part(a), Part(b, weight=0.25)]).fingerprint
+    assert mixture.fingerprint == open_mixture([Part(a, weight=2.0), Part(b, weight=0.25)]).fingerprint
+
+
+def test_what_is_reusable_is_found_by_content_and_only_under_an_equal_contract(
+    two: tuple[str, str, pa.Table], tmp_path: Path
+) -> None:
+    a, b, table = two
+    ids = table["id"].to_pylist()
+    found = find_reusable([a, b], contract(engine="another", tp_size=8), ids)
+    assert len(found) == 60
+    assert found.skipped == {}
+    assert (found.states(ids[35]) == states_of(ids[35], len(table["token_ids"][35]))).all()
+    assert len(find_reusable([a], contract(), ids[30:50])) == 10
+    none = find_reusable([a, str(tmp_path)], contract(weights_hash="finetuned"), ids)
+    assert len(none) == 0
+    assert "weights_hash: 'w' != 'finetuned'" in none.skipped[a]
+    assert "no dataset here" in none.skipped[str(tmp_path)]
+
+
+def test_what_a_codec_rounded_serves_that_codec_only(tmp_path: Path) -> None:
+    table = sequences()
+    sealed(str(tmp_path), table, "bitround(3)")
+    ids = table["id"].to_pylist()
+    assert "has lost" in find_reusable([str(tmp_path)], contract(), ids).skipped[str(tmp_path)]
+    again = find_reusable([str(tmp_path)], contract(), ids, codec="bitround(3)")
+    assert len(again) == 60
+    uri = str(tmp_path / "again")
+    plan = planned(uri, table, "bitround(3)")
+    fill_reusable(ShardWriter.from_uri(uri), plan, again)
+    seal_dataset(open_store(uri), plan)
+    one, two = (open_dataset(place).read(5) for place in (str(tmp_path), uri))
+    assert (one.hidden.view(np.uint16) == two.hidden.view(np.uint16)).all()
+
+
+def test_a_plan_is_filled_from_what_is_known_and_only_the_rest_is_extracted(
+    two: tuple[str, str, pa.Table], uri: str
+) -> None:
+    a, b, table = two
+    more = pa.concat_tables([table, sequences(20, 100, seed=7)]).sort_by("id")
+    plan = make_plan(more, contract(), "lossless", shard_length=1024)
+    publish_plan(open_store(uri), plan, more)
+    reusable = find_reusable([a, b], plan.contract, plan.table["id"].to_pylist())
+    assert len(reusable) == 60
+    writer = ShardWriter.from_uri(uri)
+    written = fill_reusable(writer, plan, reusable)
+    assert fill_reusable(writer, plan, reusable) == written  # adopted
+    extracted = 0
+    for unit in plan.units():
+        known, unknown = reusable.split(plan, unit)
+        assert sorted(known + unknown) == sorted(int(row) for row in unit.rows)
+        assert (unit.shard in written) == (not unknown)
+        if unknown:
+            extracted += len(unknown)
+            if not writer.calibrated:
+                writer.calibrate(unit_states(plan, unit))
+            writer.write(unit.shard, unit_states(plan, unit), len(unit.rows))
+    assert extracted == 20
+    seal_dataset(open_store(uri), plan)
+    dataset = open_dataset(uri)
+    for states in dataset.stream():
+        assert (states.hidden.view(np.uint16) == states_of(states.id, len(states.token_ids))).all()
+    origins = [row["receipt"] for row in dataset.shards_table().to_pylist() if "reused_from" in row["receipt"]]
+    assert len(origins) == len(written)
+
+
+def test_a_sequence_longer_than_a_shard_is_reused_whole(tmp_path: Path) -> None:
+    table = sequences(6, 3000, seed=2)
+    sealed(str(tmp_path / "a"), table)
+    uri = str(tmp_path / "b")
+    plan = make_plan(table, contract(), "lossless", shard_length=1024)
+    publish_plan(open_store(uri), plan, table)
+    reusable = find_reusable([str(tmp_path / "a")], plan.contract, plan.table["id"].to_pylist())
+    assert sorted(fill_reusable(ShardWriter.from_uri(uri), plan, reusable)) == list(range(plan.geometry.shards))
+    seal_dataset(open_store(uri), plan)
+    for states in open_dataset(uri).stream():
+        assert (states.hidden.view(np.uint16) == states_of(states.id, len(states.token_ids))).all()
