@@ -16,6 +16,32 @@ from numpy.typing import NDArray
 from vocab.errors import VocabError
 
 
+def fold_of(groups: Sequence[str] | Sequence[bytes] | np.ndarray, folds: int, seed: int) -> NDArray[np.int64]:
+    """The fold, 0 to folds - 1, of each sequence's prompt group: for cross-validation among those not held out.
+
+    groups: [N] as for `held_out_mask`. Returns [N] int64. It is independent of the hold-out of the same seed.
+    Raises VocabError for fewer than two folds or a group that is neither str nor bytes.
+    """
+    if folds < 2:
+        raise VocabError(f"folds: expected at least 2, found {folds}")
+    return (_hashes(groups, seed, b"statehouse-folds") >> np.uint64(11)).astype(np.int64) % folds
+
+
+def prefix_groups(token_ids: np.ndarray, loss_mask: np.ndarray, lengths: np.ndarray) -> list[str]:
+    """Groups of sequences whose tokens before the first loss-bearing one (the prompt) are the same, by their hash.
+
+    For data that does not name its prompt groups. token_ids: [N] integers. loss_mask: [N] bool. lengths: [S]. A sequence
+    without loss tokens counts whole. Returns S names.
+    """
+    ids, mask = np.asarray(token_ids), np.asarray(loss_mask, np.bool_)
+    names, end = [], 0
+    for length in np.asarray(lengths).tolist():
+        start, end = end, end + length
+        first = int(mask[start:end].argmax()) if mask[start:end].any() else length
+        names.append(hashlib.blake2b(ids[start : start + first].astype("<i8").tobytes(), digest_size=8).hexdigest())
+    return names
+
+
 def held_out_mask(groups: Sequence[str] | Sequence[bytes] | np.ndarray, share: float, seed: int) -> NDArray[np.bool_]:
     """True where the sequence's prompt group is held out.
 
@@ -26,21 +52,27 @@ def held_out_mask(groups: Sequence[str] | Sequence[bytes] | np.ndarray, share: f
     """
     if not 0 <= share <= 1:
         raise VocabError(f"share: expected a number from 0 to 1, found {share}")
+    below = round(share * 2**64)
+    hashes = _hashes(groups, seed, b"statehouse-split")
+    return np.ones(len(groups), np.bool_) if below >= 2**64 else hashes < np.uint64(below)
+
+
+def _hashes(groups: Sequence[str] | Sequence[bytes] | np.ndarray, seed: int, purpose: bytes) -> NDArray[np.uint64]:
+    """64 bits of each group, [N] uint64. purpose: 16 bytes, so that two uses of one seed are independent."""
     try:
         salt = int(seed).to_bytes(16, "little", signed=True)
     except OverflowError as error:
         raise VocabError(f"seed: expected an integer of at most 16 bytes, found {seed}") from error
-    below = round(share * 2**64)
-    side_of: dict[bytes, bool] = {}
-    mask = np.zeros(len(groups), np.bool_)
+    known: dict[bytes, int] = {}
+    found = np.zeros(len(groups), np.uint64)
     for position, group in enumerate(groups):
         if not isinstance(group, str | bytes):
             raise VocabError(f"groups: expected str or bytes, found {type(group).__name__} at position {position}")
         raw = group.encode("utf-8", "surrogatepass") if isinstance(group, str) else bytes(group)
         raw = raw.rstrip(b"\0")
-        side = side_of.get(raw)
-        if side is None:
-            digest = hashlib.blake2b(raw, digest_size=8, salt=salt, person=b"statehouse-split").digest()
-            side = side_of[raw] = int.from_bytes(digest, "little") < below
-        mask[position] = side
-    return mask
+        value = known.get(raw)
+        if value is None:
+            digest = hashlib.blake2b(raw, digest_size=8, salt=salt, person=purpose).digest()
+            value = known[raw] = int.from_bytes(digest, "little")
+        found[position] = value
+    return found

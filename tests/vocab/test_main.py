@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from vocab.__main__ import main
+from vocab.counts import TokenCounts, count_by_source
+from vocab.errors import VocabError
+from vocab.inputs import read_batches
+from vocab.mapping import DraftVocab
 
 ROWS: list[dict[str, Any]] = [
     {"token_ids": [0, 1, 1, 3], "loss_mask": [0, 1, 1, 1], "source": "code", "prompt_group": "a"},
@@ -179,3 +184,141 @@ def test_it_runs_as_a_module_and_needs_neither_ray_nor_torch() -> None:
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout
+
+
+def corpus(path: Path, rows: int = 300) -> str:
+    """Rows of 40 tokens in groups of two, a prompt of ten shared by each group."""
+    random = np.random.default_rng(0)
+    made = []
+    for row in range(rows):
+        ids = np.minimum(random.zipf(1.4, 30) - 1, 199).tolist()
+        prompt = [row // 2 % 200, 3, row // 2 // 200] * 3 + [1]
+        made.append(
+            {
+                "token_ids": prompt + ids,
+                "loss_mask": [0] * 10 + [1] * 30,
+                "source": "ab"[row % 2],
+                "prompt_group": f"g{row // 2}",
+            }
+        )
+    return json_lines(path, made)
+
+
+def test_folds_give_a_study_a_page_counts_and_a_draft_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out, page = corpus(tmp_path / "ids.jsonl"), tmp_path / "out.json", tmp_path / "out.html"
+    options = ["--vocab-size", "200", "--folds", "4", "--held-out", "0.1", "--sizes", "10,50", "--size", "50"]
+    files = [
+        "--json",
+        str(out),
+        "--html",
+        str(page),
+        "--save",
+        str(tmp_path / "map"),
+        "--counts",
+        str(tmp_path / "c.parquet"),
+    ]
+    assert main(["coverage", path, *options, *files]) == 0
+    assert "4 folds of prompt groups" in capsys.readouterr().out
+    content = json.loads(out.read_text())
+    study = content["study"]
+    assert content["tokens"] + content["held_out_tokens"] == 9000
+    assert study["interval"]["low"][0] < study["cross_fitted"][0] < study["interval"]["high"][0]
+    assert study["lost"]["tokens"] > 0
+    assert "<svg" in page.read_text()
+    assert DraftVocab.load(tmp_path / "map").size == 50
+    counts = TokenCounts.from_parquet(tmp_path / "c.parquet")
+    assert counts.tokens == content["tokens"]
+    assert (
+        main(
+            ["merge", str(tmp_path / "c.parquet"), str(tmp_path / "c.parquet"), "--out", str(tmp_path / "sum.parquet")]
+        )
+        == 0
+    )
+    assert TokenCounts.from_parquet(tmp_path / "sum.parquet") == counts + counts
+    assert main(["report", str(out), str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text() == page.read_text()
+
+
+def test_groups_come_from_equal_prompts_where_none_are_named(tmp_path: Path) -> None:
+    named, out = corpus(tmp_path / "ids.jsonl"), tmp_path / "out.json"
+    rows = [json.loads(line) for line in Path(named).read_text().splitlines()]
+    bare = json_lines(tmp_path / "bare.jsonl", [{k: v for k, v in row.items() if k != "prompt_group"} for row in rows])
+    options = ["--vocab-size", "200", "--folds", "2", "--sizes", "10", "--json", str(out)]
+    assert main(["coverage", bare, *options]) == 1
+    assert main(["coverage", bare, *options, "--group-by-prefix"]) == 0
+    assert json.loads(out.read_text())["study"]["interval"]["groups"] == 300  # 150 prompts, two sources each
+
+
+def test_columns_of_other_tools_and_odd_parquet_types_count_alike(tmp_path: Path) -> None:
+    ids, mask = [[1, 2, 3], [], [3]], [[True, False, True], [], [True]]
+    tables = {
+        "plain": pa.table({"token_ids": ids, "loss_mask": mask}),
+        "theirs": pa.table({"input_ids": ids, "loss_mask": [[int(m) for m in row] for row in mask]}),
+        "large": pa.table({"token_ids": pa.array(ids, pa.large_list(pa.int32())), "loss_mask": mask}),
+        "fixed": pa.table({"token_ids": pa.array([[1, 3, 3]], pa.list_(pa.int64(), 3))}),
+    }
+    found = []
+    for name, table in tables.items():
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=2)
+        batches = list(read_batches([str(tmp_path / f"{name}.parquet")], "prompt_group"))
+        counts = sum(
+            (count_by_source(b.token_ids, b.loss_mask, b.lengths, b.sources, 5) for b in batches), TokenCounts.empty(5)
+        )
+        found.append(counts.total().tolist())
+    assert found == [[0, 1, 0, 2, 0]] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arrow_files_and_streams_are_counted_where_they_lie(tmp_path: Path, stream: bool) -> None:
+    table = pa.table({"input_ids": [[1, 2, 3], [], [3], [4, 4]], "loss_mask": [[1, 0, 1], [], [1], [0, 1]]})
+    with pa.OSFile(str(tmp_path / "data.arrow"), "wb") as sink:
+        make = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with make(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    total = TokenCounts.empty(5)
+    for batch in read_batches([str(tmp_path / "data.arrow")], ""):
+        total += count_by_source(batch.token_ids, batch.loss_mask, batch.lengths, batch.sources, 5)
+    assert total.total().tolist() == [0, 1, 0, 2, 1]
+    (tmp_path / "bad.arrow").write_text("hello")
+    with pytest.raises(VocabError, match=r"bad\.arrow: not an Arrow file"):
+        list(read_batches([str(tmp_path / "bad.arrow")], ""))
+
+
+def test_parquet_rows_with_nulls_or_masks_of_another_length_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"token_ids": [[1], None]}), tmp_path / "a.parquet")
+    with pytest.raises(VocabError, match=r"a\.parquet: row 2: token_ids: expected a list of integers, found None"):
+        list(read_batches([str(tmp_path / "a.parquet")], ""))
+    pq.write_table(pa.table({"token_ids": [[1], [2, 3]], "loss_mask": [[True], [True]]}), tmp_path / "b.parquet")
+    with pytest.raises(VocabError, match=r"b\.parquet: row 2: loss_mask: expected 2 values, as token_ids, found 1"):
+        list(read_batches([str(tmp_path / "b.parquet")], ""))
+    pq.write_table(pa.table({"token_ids": [["x"]]}), tmp_path / "c.parquet")
+    with pytest.raises(VocabError, match=r"c\.parquet: row 1: token_ids: expected a list of integers"):
+        list(read_batches([str(tmp_path / "c.parquet")], ""))
+    pq.write_table(pa.table({"token_ids": [[1, None]]}), tmp_path / "d.parquet")
+    with pytest.raises(VocabError, match=r"d\.parquet: row 1: token_ids: expected a list of integers"):
+        list(read_batches([str(tmp_path / "d.parquet")], ""))
+
+
+def test_options_that_need_each_other_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = corpus(tmp_path / "ids.jsonl", 20)
+    assert "say how many ids with --size" in failure(capsys, "coverage", path, "--save", str(tmp_path / "x"))
+    assert "--folds 5" in failure(capsys, "coverage", path, "--html", str(tmp_path / "x.html"))
+    assert "folds: expected at least 2" in failure(capsys, "coverage", path, "--folds", "1")
+    assert "policy list: expected a list of ids" in failure(
+        capsys, "coverage", path, "--policy", "list", "--size", "5", "--save", str(tmp_path / "x")
+    )
+
+
+def test_draft_steps_are_measured_on_this_device(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "steps.json"
+    shape = ["--hidden-size", "32", "--intermediate-size", "64", "--heads", "4", "--kv-heads", "2", "--context", "8"]
+    argv = ["measure", *shape, "--vocab-size", "100", "--sizes", "20,100", "--batches", "1,2", "--repeats", "2"]
+    assert main([*argv, "--json", str(out)]) == 0
+    steps = json.loads(out.read_text())["steps"]
+    assert [(row["size"], row["path"]) for row in steps if row["batch"] == 2] == [
+        (20, "none"), (20, "gather"), (20, "scatter"), (100, "none"), (100, "identity"),
+    ]  # fmt: skip
+    assert all(0 < row["fastest"] <= row["seconds"] for row in steps)

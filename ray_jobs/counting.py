@@ -1,0 +1,248 @@
+"""Counting with Ray Data: tasks over datasets and over plain files of ids, two passes, sums in the driver.
+
+A task names rows of one dataset, or one file; a worker streams its tokens a few million at a time and returns counts
+that do not grow with them. Nothing is counted twice: a sequence that is in two datasets is taken from the first, a file
+named twice once.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ray_jobs import job
+from storage import Dataset, StatehouseError, open_dataset
+from storage.commit import get_checked, load_plan_document
+from storage.errors import ContractMismatch, RecipeError, ShardCorrupt
+from storage.layout import TOKEN_CHUNK, token_key
+from storage.zarr_array import decode_chunk
+from vocab.counting import SideCounts, Split, Units, count_sides, cover_units
+from vocab.counts import TokenCounts
+from vocab.folds import FoldCounts
+from vocab.groups import GroupCoverage
+from vocab.inputs import Batch, read_batches
+
+# Tokens of a task: enough that a worker's opening of the dataset (tens of milliseconds) is not seen.
+_LEAST_TASK_TOKENS = 4 << 20
+# Tasks a core, so that no core waits long for the last one.
+_TASKS_A_CORE = 4
+# Tokens in memory at a time, in each worker: counts of 163,840 ids are made and added once for so many.
+_BATCH_TOKENS = 8 << 20
+
+
+def open_all(uris: Sequence[str]) -> list[Dataset]:
+    """The sealed datasets at these URIs, once each. Raises ContractMismatch for two tokenisers or vocabularies."""
+    datasets = [open_dataset(uri) for uri in dict.fromkeys(uris)]
+    first = datasets[0]
+    for other in datasets[1:]:
+        for field in ("tokenizer_hash", "vocab_size"):
+            here, there = getattr(first.contract, field), getattr(other.contract, field)
+            if here != there:
+                raise ContractMismatch(
+                    f"{other.uri}: {field} is {there}, {first.uri} has {here}; token ids of two tokenisers cannot be "
+                    "counted together: choose a draft vocabulary for each"
+                )
+    return datasets
+
+
+def dataset_tasks(datasets: Sequence[Dataset], cores: int) -> tuple[list[dict[str, Any]], int]:
+    """Tasks {uri, rows} over all sequences that no earlier dataset holds, and their planned loss tokens."""
+    seen: np.ndarray = np.zeros(0, dtype="U1")
+    picked: list[tuple[Dataset, np.ndarray]] = []
+    tokens = loss_tokens = 0
+    for dataset in datasets:
+        rows = np.arange(len(dataset))
+        if len(datasets) > 1:
+            ids = dataset.sequences["id"].to_numpy(zero_copy_only=False).astype(str)
+            rows = rows[~np.isin(ids, seen)]
+            seen = np.concatenate([seen, ids])
+        loss_tokens += int(dataset.sequences["loss_tokens"].to_numpy()[rows].sum())
+        tokens += int(dataset.sequences["length"].to_numpy()[rows].sum())
+        picked.append((dataset, rows))
+    budget = max(_LEAST_TASK_TOKENS, -(-tokens // max(1, cores * _TASKS_A_CORE)))
+    tasks = []
+    for dataset, rows in picked:
+        rows = rows[np.argsort(dataset.sequences["start"].to_numpy()[rows], kind="stable")]
+        length = dataset.sequences["length"].to_numpy().astype(np.int64)[rows]
+        cuts = np.flatnonzero(np.diff(np.cumsum(length) // budget)) + 1
+        tasks += [{"uri": dataset.uri, "rows": part.astype(np.int64)} for part in np.split(rows, cuts) if len(part)]
+    return tasks, loss_tokens
+
+
+def file_tasks(patterns: Sequence[str]) -> list[dict[str, Any]]:
+    """Tasks {path} over the files that globs name, each once. Raises RecipeError for a glob that names none."""
+    paths: dict[str, None] = {}
+    for pattern in patterns:
+        found = sorted(glob.glob(pattern))
+        if not found:
+            raise RecipeError(f"vocab.files: {pattern!r} names no file")
+        paths |= dict.fromkeys(os.path.realpath(path) for path in found)
+    return [{"path": path} for path in paths]
+
+
+class _Tokens:
+    """Token ids and masks of a dataset, whole chunks at a time: a call a sequence would cost more than its counting."""
+
+    def __init__(self, uri: str) -> None:
+        self.dataset = open_dataset(uri)
+        self.document = load_plan_document(self.dataset.store)
+        names = ("start", "length")
+        self.start, self.length = (self.dataset.sequences[name].to_numpy().astype(np.int64) for name in names)
+        self._last: dict[tuple[str, int], np.ndarray] = {}
+
+    def window(self, array: str, dtype: str, first: int, end: int) -> np.ndarray:
+        """The chunks of an array that hold the positions [first, end), side by side; its first position is a multiple
+        of TOKEN_CHUNK. Raises ShardCorrupt."""
+        found: dict[tuple[str, int], np.ndarray] = {}
+        for chunk in range(first // TOKEN_CHUNK, (end - 1) // TOKEN_CHUNK + 1):
+            key = (array, chunk)
+            if (known := self._last.get(key)) is None:
+                data = get_checked(self.dataset.store, token_key(array, chunk), self.document)
+                known = decode_chunk(data, dtype, [TOKEN_CHUNK])
+            found[key] = known
+        self._last = {key: one for key, one in self._last.items() if key[0] != array} | dict([list(found.items())[-1]])
+        return np.concatenate(list(found.values())) if len(found) > 1 else next(iter(found.values()))
+
+
+@functools.lru_cache(maxsize=2)
+def _opened(uri: str) -> _Tokens:
+    return _Tokens(uri)
+
+
+def task_batches(task: dict[str, Any], split: Split) -> Iterator[Batch]:
+    """The sequences of a task, a few million tokens at a time, those of one side and source end to end.
+
+    In that order counting needs no further copy of the tokens.
+    """
+    if task.get("path"):
+        yield from read_batches([task["path"]], "prompt_group")
+        return
+    tokens, rows = _opened(task["uri"]), task["rows"]
+    table = tokens.dataset.sequences.select(["source", "group"]).take(rows)
+    sources, groups = table["source"].to_pylist(), table["group"].to_pylist()
+    start, length = tokens.start[rows], tokens.length[rows]
+    # A batch spans so many positions, padding and rows of other tasks included: that is what lies in memory.
+    cuts = np.flatnonzero(np.diff((start - start[0]) // _BATCH_TOKENS)) + 1
+    for begin, end in zip([0, *cuts.tolist()], [*cuts.tolist(), len(rows)], strict=True):
+        first, last = int(start[begin]), int(start[end - 1] + length[end - 1])
+        ids = tokens.window("tokens", "int32", first, last)
+        mask = tokens.window("loss_mask", "bool", first, last)
+        sides = split.side_of(groups[begin:end])
+        names = np.unique(np.array(sources[begin:end], dtype=str), return_inverse=True)[1]
+        order = np.lexsort((names, sides))
+        low = start[begin:end][order] - first // TOKEN_CHUNK * TOKEN_CHUNK
+        spans = [slice(a, b) for a, b in zip(low.tolist(), (low + length[begin:end][order]).tolist(), strict=True)]
+        yield Batch(
+            token_ids=np.concatenate([ids[span] for span in spans]),
+            loss_mask=np.concatenate([mask[span] for span in spans]),
+            lengths=length[begin:end][order],
+            sources=[sources[begin + at] for at in order.tolist()],
+            groups=[groups[begin + at] for at in order.tolist()],
+            where=tokens.dataset.uri,
+            sides=sides[order],
+        )
+
+
+def count_all(tasks: list[dict[str, Any]], vocab_size: int, split: Split) -> SideCounts:
+    """First pass: loss-bearing tokens by side and source. Needs Ray. Raises StatehouseError as a worker found it."""
+    total = SideCounts.empty(vocab_size, split)
+    for row in _run(tasks, functools.partial(_count, vocab_size=vocab_size, split=split)):
+        total = total + _unpacked(row["counts"], vocab_size, split)
+    return total
+
+
+def cover_all(tasks: list[dict[str, Any]], split: Split, tables: np.ndarray, sizes: int) -> Units:
+    """Second pass: coverage by prompt group. tables: [sides, vocab] uint8 of `vocab.counting.side_tables`. Needs Ray."""
+    import ray
+
+    reference = ray.put(tables)
+    total = Units.empty(sizes)
+    for row in _run(tasks, functools.partial(_cover, split=split, tables=reference, sizes=sizes)):
+        with np.load(io.BytesIO(row["units"]), allow_pickle=False) as part:
+            coverage = GroupCoverage(part["counts"], part["positions"])
+            found = Units(part["group"], part["source"], part["held_out"], tuple(part["sources"].tolist()), coverage)
+        total = total + found
+    return total
+
+
+def _run(tasks: list[dict[str, Any]], function: Any) -> Iterator[dict[str, Any]]:
+    """Rows of all tasks, one task a block; an error found by a worker is raised here, without Ray's traceback."""
+    import ray.data
+
+    job.quiet_ray_data()
+    for row in ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(function).iter_rows():
+        if row["error"]:
+            raise ShardCorrupt(row["error"])
+        yield row
+
+
+def _count(task: dict[str, Any], *, vocab_size: int, split: Split) -> dict[str, Any]:
+    try:
+        counts = count_sides(task_batches(task, split), vocab_size, split)
+    except StatehouseError as error:  # would come back wrapped in a traceback of Ray's
+        return {"counts": b"", "error": str(error)}
+    return {"counts": _packed(counts), "error": ""}
+
+
+def _cover(task: dict[str, Any], *, split: Split, tables: Any, sizes: int) -> dict[str, Any]:
+    import ray
+
+    try:
+        units = cover_units(task_batches(task, split), split, ray.get(tables), sizes)
+    except StatehouseError as error:
+        return {"units": b"", "error": str(error)}
+    sink = io.BytesIO()
+    np.savez(
+        sink,
+        group=units.group,
+        source=units.source,
+        held_out=units.held_out,
+        sources=np.array(units.sources, dtype=str),
+        counts=units.coverage.counts,
+        positions=units.coverage.positions,
+    )
+    return {"units": sink.getvalue(), "error": ""}
+
+
+def _packed(counts: SideCounts) -> bytes:
+    """Counts as bytes, zeros left out: 12 bytes a distinct id instead of 8 an id of the vocabulary."""
+    sides = [*counts.folds.folds, counts.held_out]
+    rows = [
+        (side, name, row)
+        for side, part in enumerate(sides)
+        for name, row in zip(part.sources, part.counts, strict=True)
+    ]
+    ids = [np.flatnonzero(row) for _, _, row in rows]
+    sink = io.BytesIO()
+    np.savez(
+        sink,
+        side=np.array([side for side, _, _ in rows], np.int64),
+        source=np.array([name for _, name, _ in rows], dtype=str),
+        distinct=np.array([part.size for part in ids], np.int64),
+        ids=np.concatenate([*ids, np.zeros(0, np.int64)]).astype(np.int32),
+        counts=np.concatenate(
+            [*(row[part] for (_, _, row), part in zip(rows, ids, strict=True)), np.zeros(0, np.int64)]
+        ),
+    )
+    return sink.getvalue()
+
+
+def _unpacked(data: bytes, vocab_size: int, split: Split) -> SideCounts:
+    with np.load(io.BytesIO(data), allow_pickle=False) as part:
+        side, source, distinct, ids, counts = (part[name] for name in ("side", "source", "distinct", "ids", "counts"))
+    ends = np.cumsum(distinct)
+    of_side: list[TokenCounts] = []
+    for wanted in range(split.sides):
+        rows = np.flatnonzero(side == wanted)
+        dense = np.zeros((rows.size, vocab_size), np.int64)
+        for at, row in enumerate(rows.tolist()):
+            span = slice(int(ends[row] - distinct[row]), int(ends[row]))
+            dense[at, ids[span]] = counts[span]
+        of_side.append(TokenCounts(dense, tuple(source[rows].tolist()), vocab_size))
+    return SideCounts(FoldCounts(tuple(of_side[: split.folds]), split.seed), of_side[split.folds])
