@@ -54,3 +54,14 @@ class TrainingSection(BaseModel):
     keep_checkpoints: int = Field(default=2, gt=0)
     # Times that lost workers are started again, from the newest checkpoint, before the job fails.
     max_failures: int = Field(default=3, ge=0)
+
+    def learnt(self) -> dict[str, Any]:
+        """The fields that change what is learnt: a run is carried on with these as they were, and any others."""
+        return self.model_dump(mode="json", exclude=set(_HOW_IT_RUNS))
+
+
+# Where and in which pieces it runs: the updates are the same, to the rounding of a sum.
+_HOW_IT_RUNS = (
+    "run", "workers", "gpus_per_worker", "cpus_per_worker", "micro_batch_tokens", "checkpoint_every",
+    "keep_checkpoints", "max_failures",
+)  # fmt: skip

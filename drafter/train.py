@@ -1,0 +1,155 @@
+"""Train a drafter in this process, without Ray: the same engine as `ray_jobs.train`, with one worker.
+
+    python -m drafter.train --dataset s3://states/qwen3 --draft-vocab s3://states/qwen3-vocab \\
+        --verifier /models/Qwen3-8B --run s3://states/qwen3-runs/first training.lr=1e-4 drafter.ttt_steps=5
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from drafter.errors import DrafterError
+from drafter.recipe import DrafterSection, TrainingSection
+from drafter.session import claim, describe, train
+from drafter.sources import Request, open_sources
+from drafter.team import Team
+from storage.errors import StatehouseError
+
+_HELP = """\
+what it does:
+  Reads the dataset straight from the store, trains on all sequences but the held-out ones, and puts into --run:
+  checkpoints/, metrics.jsonl, drafter/ (config.json and model.safetensors as SGLang serves them) and, last, summary.json.
+  Run it again after any interruption: it carries on from the newest checkpoint. A finished run is left as it is.
+
+settings (section.key=value, the sections of a recipe):
+{settings}
+
+exit codes: 0 the drafter is in --run; 1 an error, said in one line; 130 or 143 stopped, with a checkpoint.
+"""
+
+
+class _Evaluation(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # Share of prompt groups that are never trained on, as in a recipe.
+    held_out: float = Field(default=0.02, ge=0, lt=1)
+    seed: int = 0
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "drafter": DrafterSection, "training": TrainingSection, "evaluation": _Evaluation,
+}  # fmt: skip
+# What only a job of several workers reads.
+_UNUSED = {"training.run", "training.workers", "training.gpus_per_worker", "training.max_failures"}
+
+
+def parser() -> argparse.ArgumentParser:
+    settings = "\n".join(
+        f"  {section}.{name}={field.get_default(call_default_factory=True)}"
+        for section, model in _SECTIONS.items()
+        for name, field in model.model_fields.items()
+        if f"{section}.{name}" not in _UNUSED
+    )
+    parsed = argparse.ArgumentParser(
+        prog="python -m drafter.train",
+        description=__doc__,
+        epilog=_HELP.format(settings=settings),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parsed.add_argument("--dataset", required=True, metavar="URI", help="a sealed dataset (ray_jobs.extract)")
+    parsed.add_argument("--draft-vocab", required=True, metavar="URI", help="a draft vocabulary (ray_jobs.coverage)")
+    parsed.add_argument("--verifier", required=True, metavar="FOLDER", help="the verifier that made the dataset")
+    parsed.add_argument("--run", required=True, metavar="URI", help="where the run goes: a folder or s3://...")
+    parsed.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parsed.add_argument("--fresh", action="store_true", help="delete what is in --run and start over")
+    parsed.add_argument("settings", nargs="*", metavar="section.key=value", help="see below")
+    return parsed
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """{section: its checked model} from `section.key=value`. Raises DrafterError naming the one that is wrong."""
+    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for setting in settings:
+        match = re.fullmatch(r"(\w+)\.(\w+)((?:\.\w+)?)=(.*)", setting, re.DOTALL)
+        if match is None or match[1] not in _SECTIONS or match[2] not in _SECTIONS[match[1]].model_fields:
+            raise DrafterError(
+                f"setting {setting!r}: expected section.key=value, for instance training.lr=1e-4; see --help for all"
+            )
+        section, key, inner, text = match.groups()
+        if inner:  # drafter.config.head_dim=128
+            given[section].setdefault(key, {})[inner[1:]] = _value(text)
+        else:
+            given[section][key] = _value(text)
+    try:
+        return {section: model(**given[section]) for section, model in _SECTIONS.items()}
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([error.title.removesuffix("Section").strip("_").lower(), *map(str, first["loc"])])
+        raise DrafterError(f"{where} is {first['input']!r}: {first['msg']}") from None
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON (numbers, true, [1, 2]), else the text itself."""
+    import json
+
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_intermixed_args(argv)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("statehouse").setLevel(logging.INFO)
+    asked: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt  # asked twice: without a checkpoint
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        sections = parse_settings(args.settings)
+        request = Request(
+            dataset=args.dataset,
+            vocabulary=args.draft_vocab,
+            run=args.run,
+            verifier=args.verifier,
+            drafter=sections["drafter"],
+            training=sections["training"],
+            held_out=sections["evaluation"].held_out,
+            split_seed=sections["evaluation"].seed,
+            provenance={"command": " ".join(sys.argv[1:] if argv is None else argv), "torch": torch.__version__},
+        )
+        if args.device == "cpu":
+            torch.set_num_threads(request.training.cpus_per_worker)
+        finished = claim(request, open_sources(request), fresh=args.fresh)
+        if finished is not None:
+            logging.getLogger("statehouse").info("train finished already %s", describe(finished, args.run))
+            return 0
+        summary = train(request, Team(device=torch.device(args.device)), lambda: bool(asked))
+    except StatehouseError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if summary is None:
+        return 143 if asked[0] == signal.SIGTERM else 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

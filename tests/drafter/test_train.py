@@ -1,0 +1,98 @@
+"""`python -m drafter.train`, as a user runs it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_training import Tiny
+
+from drafter.run import Run
+from drafter.train import main, parse_settings
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SETTINGS = ["training.dtype=float32", "training.global_batch_tokens=200", "training.micro_batch_tokens=80",
+            "training.lr=3e-3", "drafter.ttt_steps=2", "evaluation.held_out=0.2", "training.checkpoint_every=2"]  # fmt: skip
+
+
+def arguments(tiny: Tiny, run: str, *more: str) -> list[str]:
+    return [
+        "--dataset", f"{tiny.root}/dataset", "--draft-vocab", f"{tiny.root}/vocab", "--verifier", str(tiny.verifier),
+        "--run", f"{tiny.root}/{run}", *SETTINGS, *more,
+    ]  # fmt: skip
+
+
+def test_stopped_by_sigterm_it_leaves_a_checkpoint_and_carries_on(tiny: Tiny) -> None:
+    import os
+
+    command = [sys.executable, "-m", "drafter.train", *arguments(tiny, "stopped", "training.epochs=400")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    run = Run(f"{tiny.root}/stopped")
+    deadline = time.monotonic() + 100
+    while not run.checkpoints.updates():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "train stopped update=" in err
+    at = run.checkpoints.updates()[-1]
+    state = f"checkpoints/{at:08d}/state.json"
+    assert run.store.exists(state)
+    assert main(arguments(tiny, "stopped", "training.epochs=400", "training.lr=1e-3")) == 1  # another run
+
+
+def test_finished_runs_are_left_alone_and_fresh_starts_over(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(tiny, "again", "training.epochs=1")) == 0
+    before = Run(f"{tiny.root}/again").store.get("summary.json")
+    assert main(arguments(tiny, "again", "training.epochs=1")) == 0
+    assert Run(f"{tiny.root}/again").store.get("summary.json") == before
+    assert main(arguments(tiny, "again", "training.epochs=2")) == 1
+    assert main(arguments(tiny, "again", "training.epochs=2", "--fresh")) == 0
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "training.epochs: 1 -> 2" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("training.lrr=1", "expected section.key=value"),
+        ("lr", "expected section.key=value"),
+        ("training.lr=fast", "training.lr is 'fast'"),
+        ("training.lr=-1", "training.lr is -1"),
+        ("drafter.lm_head=thawed", "drafter.lm_head is 'thawed'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(tiny: Tiny, capfd: pytest.CaptureFixture[str], setting: str, message: str) -> None:
+    assert main(arguments(tiny, "wrong", setting)) == 1
+    assert message in capfd.readouterr().err
+    assert not Path(f"{tiny.root}/wrong").exists()
+
+
+def test_settings_are_those_of_a_recipe() -> None:
+    parsed = parse_settings(["training.betas=[0.8, 0.9]", "drafter.config.head_dim=128", "training.lr=1e-4"])
+    assert parsed["training"].betas == (0.8, 0.9)
+    assert parsed["training"].lr == 1e-4
+    assert parsed["drafter"].config == {"head_dim": 128}
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for word in (
+        "training.lr=",
+        "drafter.ttt_steps=",
+        "--fresh",
+        "carries on from the newest checkpoint",
+        "exit codes",
+    ):
+        assert word in text

@@ -1,0 +1,283 @@
+"""The trainer: it learns, workers add nothing of their own, a run cut anywhere ends where the undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_training import TRAINING, Tiny, changed, make_dataset, make_sequences, make_tiny, make_vocabulary
+
+from drafter.errors import DrafterError
+from drafter.export import load_sglang
+from drafter.run import Run
+from drafter.session import Session, claim, train
+from drafter.sources import Request, open_sources
+from drafter.team import Team
+from drafter.trainer import learning_rate
+from drafter.verifier_weights import read_verifier_weights
+from storage.errors import ContractMismatch, DatasetMissing, StatehouseError
+
+
+def whole_run(request: Request, **options: Any) -> dict[str, Any] | None:
+    claim(request, open_sources(request))
+    return train(request, **options)
+
+
+def exported(request: Request) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    return load(Run(request.run).store.get("drafter/model.safetensors"))
+
+
+def after(updates: int) -> Any:
+    """Says stop when it is asked for the n-th time."""
+    asked = iter([False] * (updates - 1) + [True])
+    return lambda: next(asked)
+
+
+def test_the_loss_falls_and_the_drafter_is_there_for_the_server(tiny: Tiny, tmp_path: Path) -> None:
+    request = tiny.request("learns", epochs=8, lr=1e-2, checkpoint_every=100)
+    summary = whole_run(request)
+    assert summary is not None
+    assert summary["loss_after"] < 0.5 * summary["loss_before"]
+    assert summary["accuracy_after"][0] > 5 * max(0.02, summary["accuracy_before"][0])
+    assert summary == Run(request.run).summary()
+    drafter = load_sglang(
+        Run(request.run).fetch_drafter(tmp_path / "d"), read_verifier_weights(tiny.verifier).embedding_VD
+    )
+    assert drafter.config.capture_layers == (1, 3, 4)
+    lines = [json.loads(line) for line in Run(request.run).store.get("metrics.jsonl").decode().splitlines()]
+    assert [line["update"] for line in lines] == list(range(summary["updates"]))
+    assert summary["tokens"] == sum(line["tokens"] for line in lines)
+
+
+def test_held_out_sequences_are_never_trained_on(tiny: Tiny) -> None:
+    session = Session(tiny.request("held"), Team())
+    sources = session.sources
+    assert len(sources.held_rows) > 3
+    trained = {int(row) for update in range(session.total) for part in session._batches(update)[0] for row in part}
+    assert trained == set(sources.training_rows.tolist())
+    assert not trained & set(sources.held_rows.tolist())
+
+
+@pytest.mark.parametrize("mode", ["initialised", "frozen"])
+def test_a_head_of_the_verifiers_rows(tiny: Tiny, mode: str) -> None:
+    request = tiny.request(mode, {"lm_head": mode}, epochs=1)
+    verifier = read_verifier_weights(tiny.verifier)
+    drafter = Session(request, Team()).trainer.drafter
+    rows = verifier.lm_head_VD[torch.from_numpy(drafter.draft_vocab.target_ids)]
+    assert torch.equal(drafter.lm_head.weight, rows)
+    assert whole_run(request) is not None
+    assert torch.equal(exported(request)["lm_head.weight"], rows) == (mode == "frozen")
+
+
+def test_a_run_stopped_and_resumed_ends_in_the_same_bits(tiny: Tiny) -> None:
+    undisturbed, cut = tiny.request("whole"), tiny.request("cut", checkpoint_every=3)
+    whole_run(undisturbed)
+    for updates in (2, 5):
+        assert whole_run(cut, stop=after(updates)) is None
+    assert Run(cut.run).summary() is None
+    summary = whole_run(cut)
+    assert summary is not None
+    assert summary["resumed"] == 2
+    ours, theirs = exported(cut), exported(undisturbed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    drop = ("seconds", "waited_s")
+    first, second = (
+        [
+            {key: value for key, value in json.loads(line).items() if key not in drop}
+            for line in Run(one.run).store.get("metrics.jsonl").decode().splitlines()
+        ]
+        for one in (undisturbed, cut)
+    )
+    assert first == second
+
+
+def test_a_run_that_falls_back_behind_a_damaged_checkpoint_ends_in_the_same_bits(tiny: Tiny) -> None:
+    undisturbed, cut = tiny.request("whole2"), tiny.request("damaged", checkpoint_every=3)
+    whole_run(undisturbed)
+    whole_run(cut, stop=after(7))
+    (Path(cut.run) / "checkpoints/00000007/optimizer.safetensors").write_bytes(b"rubbish")
+    summary = whole_run(cut)
+    assert summary is not None
+    ours, theirs = exported(cut), exported(undisturbed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def _worker(rank: int, world: int, port: int, request: Request, stop_after: int, error: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        if rank == world - 1 and error.value:
+            request = changed(request, verifier="/nowhere")
+        train(request, Team(rank, world), after(stop_after) if stop_after and rank == 0 else lambda: False)
+    except StatehouseError as failure:
+        error.value = str(failure).encode()[:500] if rank == world - 1 else error.value
+        os._exit(7)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def together(request: Request, world: int, stop_after: int = 0, broken: bool = False) -> tuple[list[int], str]:
+    """Exit codes of `world` gloo processes that train the run, and the last one's error."""
+    claim(request, open_sources(request))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    error = spawn.Array("c", 600)
+    error.value = b"break" if broken else b""
+    workers = [spawn.Process(target=_worker, args=(r, world, port, request, stop_after, error)) for r in range(world)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join(120)
+    return [one.exitcode or 0 for one in workers], error.value.decode()
+
+
+def losses(request: Request) -> np.ndarray:
+    lines = Run(request.run).store.get("metrics.jsonl").decode().splitlines()
+    return np.array([json.loads(line)["loss"] for line in lines])
+
+
+def test_two_workers_train_to_what_one_does_also_when_the_number_changes_on_the_way(tiny: Tiny) -> None:
+    # A micro-batch as large as a global batch: one of the two workers has nothing to do, and must still take part.
+    alone, two, idle = (
+        tiny.request(name, epochs=1, micro_batch_tokens=micro)
+        for name, micro in (("one", 80), ("two", 80), ("idle", 1000))
+    )
+    whole_run(alone)
+    assert together(two, 2, stop_after=3)[0] == [0, 0]
+    assert Run(two.run).summary() is None
+    whole_run(two)  # carried on by one
+    assert together(idle, 2)[0] == [0, 0]
+    reference = exported(alone)
+    for other in (two, idle):
+        np.testing.assert_allclose(losses(other), losses(alone), rtol=2e-4)
+        for name, tensor in exported(other).items():
+            assert torch.allclose(tensor.float(), reference[name].float(), atol=3e-3), name
+
+
+def test_an_error_of_one_worker_ends_all_of_them_with_its_line(tiny: Tiny) -> None:
+    codes, line = together(tiny.request("broken"), 2, broken=True)
+    assert codes == [7, 7]
+    assert "/nowhere" in line
+
+
+def test_updates_that_are_not_finite_change_nothing_and_several_in_a_row_end_the_run(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(tiny.request("nan"), Team())
+    trainer = session.trainer
+    from drafter.loader import pack
+
+    parts, _ = session._batches(0)
+    good = [pack(part, [session.sources.dataset.read(int(row)) for row in part]) for part in parts]
+    bad = [changed_batch(batch) for batch in good]
+    before = {name: one.detach().clone() for name, one in trainer.trained.items()}
+    measured = trainer.update(bad, 1e-3)
+    assert measured.skipped
+    assert all(torch.equal(before[name], one) for name, one in trainer.trained.items())
+    assert not trainer.update(good, 1e-3).skipped  # and the count in a row starts over
+    for _ in range(4):
+        trainer.update(bad, 1e-3)
+    with pytest.raises(DrafterError, match="5 updates in a row .* training.lr"):
+        trainer.update(bad, 1e-3)
+    assert trainer.skipped == 6
+
+
+def changed_batch(batch: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(batch, features_TF=batch.features_TF * torch.tensor(math.nan, dtype=torch.bfloat16))
+
+
+def test_the_rate_rises_and_falls() -> None:
+    settings = TRAINING.model_copy(update={"lr": 1.0, "warmup": 0.1, "min_lr_share": 0.1})
+    rates = [learning_rate(update, 100, settings) for update in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert rates[10] == 1.0
+    assert all(earlier > later for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert 0.1 < rates[-1] < 0.11
+    assert learning_rate(0, 1, settings.model_copy(update={"warmup": 0.0})) == 1.0
+
+
+def test_bfloat16_learns_too(tiny: Tiny) -> None:
+    summary = whole_run(tiny.request("bf16", epochs=8, lr=1e-2, dtype="bfloat16", checkpoint_every=100))
+    assert summary is not None
+    assert summary["loss_after"] < 0.8 * summary["loss_before"]
+
+
+def test_a_run_is_of_one_thing_and_says_what_differs(tiny: Tiny) -> None:
+    request = tiny.request("same", epochs=1)
+    whole_run(request)
+    assert claim(request, open_sources(request)) == Run(request.run).summary()
+    other_pieces = tiny.request("same", epochs=1, workers=2, micro_batch_tokens=160, checkpoint_every=2)
+    assert claim(other_pieces, open_sources(other_pieces)) is not None
+    other = changed(tiny.request("same", {"ttt_steps": 3}, epochs=1, lr=0.5), held_out=0.3)
+    with pytest.raises(DrafterError) as refused:
+        claim(other, open_sources(other))
+    line = str(refused.value)
+    assert "drafter.ttt_steps: 2 -> 3" in line
+    assert "training.lr: 0.003 -> 0.5" in line
+    assert "evaluation.held_out: 0.2 -> 0.3" in line
+    assert "training.run=<other name>" in line
+    assert "\n" not in line
+    assert claim(other, open_sources(other), fresh=True) is None
+    assert Run(request.run).store.sizes().keys() == {"run.json"}
+
+
+def test_on_object_storage(s3_server: str, tmp_path: Path) -> None:
+    import uuid
+
+    tiny = make_tiny(f"s3://statehouse/{uuid.uuid4().hex}", tmp_path)
+    request = tiny.request("run", epochs=1)
+    assert whole_run(request, stop=after(3)) is None
+    summary = whole_run(request)
+    assert summary is not None
+    assert summary["resumed"] == 1
+    assert {"run.json", "metrics.jsonl", "summary.json", "drafter/config.json", "drafter/model.safetensors"} < set(
+        Run(request.run).store.sizes()
+    )
+
+
+def test_what_does_not_belong_together_is_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    request = tiny.request("refused")
+
+    def refused(error: type[StatehouseError], message: str, **fields: Any) -> None:
+        with pytest.raises(error, match=message) as caught:
+            one = changed(request, **fields)
+            open_sources(one)
+            Session(one, Team())
+        assert "\n" not in str(caught.value)
+
+    refused(DatasetMissing, "no dataset", dataset=str(tmp_path / "nothing"))
+    refused(DrafterError, "no draft vocabulary; make one with .*coverage", vocabulary=str(tmp_path / "nothing"))
+    make_vocabulary(str(tmp_path / "other"), 999)
+    refused(
+        ContractMismatch,
+        "another verifier: vocab_size: expected 1000, .* found 999",
+        vocabulary=str(tmp_path / "other"),
+    )
+    make_vocabulary(str(tmp_path / "tuned"), verifier={"weights_hash": "x", "tokenizer_hash": "t"})
+    refused(ContractMismatch, "another verifier: weights_hash", vocabulary=str(tmp_path / "tuned"))
+    make_dataset(str(tmp_path / "silent"), tiny.verifier, make_sequences(loss=False))
+    refused(DrafterError, "no loss tokens", dataset=str(tmp_path / "silent"))
+    make_dataset(str(tmp_path / "finetuned"), tiny.verifier, weights_hash="x")
+    refused(ContractMismatch, "weights_hash: expected x", dataset=str(tmp_path / "finetuned"))
+    make_dataset(str(tmp_path / "prenorm"), tiny.verifier, final_state="pre_norm")
+    refused(DrafterError, "final_state: expected post_norm", dataset=str(tmp_path / "prenorm"))
+    refused(
+        DrafterError,
+        "training.micro_batch_tokens is 20",
+        training=TRAINING.model_copy(update={"micro_batch_tokens": 20}),
+    )

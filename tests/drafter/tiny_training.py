@@ -1,0 +1,136 @@
+"""A verifier, a sealed dataset and a draft vocabulary that a drafter can really learn from, in a second.
+
+The states of a token depend on the token alone, and what follows a token on the final state: so what a drafter has to
+guess is a function of the embedding that it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import HIDDEN, LAYERS, VOCAB, contract
+
+from drafter.recipe import DrafterSection, TrainingSection
+from drafter.sources import Request
+from drafter.weights_hash import weights_hash
+from storage.commit import publish_plan
+from storage.objects import open_store
+from storage.plan import make_plan
+from storage.seal import seal_dataset
+from storage.sequences import Sequence, sequence_table
+from storage.writer import ShardWriter
+from vocab.mapping import DraftVocab
+
+# Tokens that occur; the draft vocabulary holds most of them.
+USED, DRAFTED = 40, 32
+
+
+def make_verifier(folder: Path, seed: int = 0) -> Path:
+    """embed_tokens, lm_head and norm of a Llama of the tiny contract's shape; it has no layers."""
+    folder.mkdir(parents=True)
+    torch.manual_seed(seed)
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN),
+        "lm_head.weight": torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5,
+        "model.norm.weight": torch.rand(HIDDEN) + 0.5,
+    }
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 8, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "max_position_embeddings": 512,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_sequences(count: int = 48, seed: int = 0, loss: bool = True) -> list[Sequence]:
+    random = np.random.default_rng(seed)
+    made = []
+    for number, length in enumerate(random.integers(12, 40, count)):
+        token_ids = random.integers(0, USED, length).astype(np.int32)
+        mask = (np.arange(length) >= 4) & loss
+        made.append(Sequence(("code", "chat")[number % 2], f"group-{number}", token_ids, mask))
+    return made
+
+
+def make_dataset(uri: str, verifier: Path, sequences: Rows[Sequence] | None = None, **changed: Any) -> None:
+    """A sealed dataset in several shards. changed: fields of the contract."""
+    table = sequence_table(make_sequences() if sequences is None else sequences)
+    plan = make_plan(
+        table, contract(**{"weights_hash": weights_hash(verifier), **changed}), "lossless", shard_length=256
+    )
+    store = open_store(uri)
+    publish_plan(store, plan, table)
+    random = np.random.default_rng(5)
+    of_token = random.standard_normal((VOCAB, LAYERS, HIDDEN))
+    # The final state of a token asks for its successor among the used ones.
+    head = load_file(verifier / "model.safetensors")["lm_head.weight"].numpy()
+    of_token[:USED, -1] = 6 * head[random.permutation(USED)]
+    states = of_token.astype(ml_dtypes.bfloat16).view(np.uint16)
+    writer = ShardWriter.from_uri(uri)
+    token_ids = {row["id"]: np.array(row["token_ids"]) for row in table.select(["id", "token_ids"]).to_pylist()}
+    for unit in plan.units():
+        ids = [plan.table["id"][int(row)].as_py() for row in unit.rows]
+        bits = np.concatenate([states[token_ids[one]] for one in ids])
+        if not writer.calibrated:
+            writer.calibrate(bits)
+        writer.write(unit.shard, bits, len(unit.rows))
+    seal_dataset(store, plan)
+
+
+def make_vocabulary(uri: str, vocab_size: int = VOCAB, **provenance: Any) -> DraftVocab:
+    vocabulary = DraftVocab.from_ids(range(DRAFTED), vocab_size, provenance=provenance)
+    for name, data in vocabulary.to_bytes().items():
+        open_store(uri).put(name, data)
+    return vocabulary
+
+
+DRAFTER = DrafterSection(ttt_steps=2)
+TRAINING = TrainingSection(
+    dtype="float32", epochs=3, global_batch_tokens=200, micro_batch_tokens=80, lr=3e-3, checkpoint_every=4
+)
+
+
+@dataclass
+class Tiny:
+    """Everything a run needs, at `root` (a folder or a prefix on S3)."""
+
+    root: str
+    verifier: Path
+
+    def request(self, run: str = "run", drafter: dict[str, Any] | None = None, **training: Any) -> Request:
+        return Request(
+            dataset=f"{self.root}/dataset",
+            vocabulary=f"{self.root}/vocab",
+            run=f"{self.root}/{run}",
+            verifier=str(self.verifier),
+            drafter=DRAFTER.model_copy(update=drafter or {}),
+            training=TRAINING.model_copy(update=training),
+            held_out=0.2,
+        )
+
+
+def make_tiny(root: str, folder: Path) -> Tiny:
+    verifier = make_verifier(folder / "verifier")
+    make_dataset(f"{root}/dataset", verifier)
+    make_vocabulary(f"{root}/vocab")
+    return Tiny(root, verifier)
+
+
+def changed(request: Request, **fields: Any) -> Request:
+    return replace(request, **fields)
+
+
+def planned_only(uri: str) -> None:
+    """A dataset that was planned, and no more."""
+    table = sequence_table(make_sequences())
+    publish_plan(open_store(uri), make_plan(table, contract(), "lossless", shard_length=256), table)

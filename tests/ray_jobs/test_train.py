@@ -1,0 +1,275 @@
+"""Training by Ray Train, for real: learning, killed workers and drivers, S3, `ray job submit`, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from jobs import ROOT, Finished
+from safetensors.torch import load, load_file, save_file
+from tiny_training import Tiny, changed, make_dataset, make_sequences, make_tiny, make_vocabulary, planned_only
+
+from drafter.run import Run
+from drafter.session import claim, train
+from drafter.sources import open_sources
+from ray_jobs import job
+from ray_jobs import train as train_job
+from ray_jobs.recipe import load_recipe
+from storage.errors import StatehouseError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+Start = Callable[..., subprocess.Popen[str]]
+RunJob = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("training")
+    return make_tiny(str(folder), folder)
+
+
+def write_recipe(tiny: Tiny, path: Path, **training: Any) -> Path:
+    """A recipe for the tiny dataset, with the settings of `tiny.request`, two workers."""
+    settings = tiny.request().training.model_dump(mode="json", exclude_defaults=True)
+    document = {
+        "name": "tiny",
+        "verifier": {"model": str(tiny.verifier)},
+        "prompts": [{"path": "none.jsonl"}],
+        "dataset": {"uri": f"{tiny.root}/dataset"},
+        "drafter": {"ttt_steps": 2},
+        "training": {**settings, "workers": 2, **training},
+        "evaluation": {"held_out": 0.2},
+    }
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def with_vocabulary(tiny: Tiny) -> Tiny:
+    """The draft vocabulary where the jobs look for it."""
+    make_vocabulary(f"{tiny.root}/dataset-vocab")
+    return tiny
+
+
+def wait_for_checkpoint(run: Run, process: subprocess.Popen[str], beyond: int = 0, seconds: float = 200) -> int:
+    deadline = time.monotonic() + seconds
+    while not (updates := [one for one in run.checkpoints.updates() if one > beyond]):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.02)
+    return updates[-1]
+
+
+def writer_of(run: Run, update: int) -> int:
+    return int(json.loads(run.store.get(f"checkpoints/{update:08d}/state.json"))["written_by"]["pid"])
+
+
+def exported(run: Run) -> dict[str, torch.Tensor]:
+    return load(run.store.get("drafter/model.safetensors"))
+
+
+@pytest.mark.timeout(600)
+def test_a_worker_and_then_the_driver_killed_it_still_ends_where_one_undisturbed_process_does(
+    tiny: Tiny, tmp_path: Path, start_job: Start, run_job: RunJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_vocabulary(tiny)
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=40, checkpoint_every=10, lr=1e-3, run="killed")
+    run = Run(f"{tiny.root}/dataset-runs/killed")
+    driver = start_job("train", path)
+    first = wait_for_checkpoint(run, driver)
+    os.kill(writer_of(run, first), signal.SIGKILL)
+    # Worker 0 is back when a checkpoint is there that another process wrote.
+    killed, deadline = writer_of(run, first), time.monotonic() + 200
+    while True:
+        newest = wait_for_checkpoint(run, driver, first)
+        with contextlib.suppress(StatehouseError):  # pruned in between
+            if writer_of(run, newest) != killed:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    driver.kill()
+    driver.communicate()
+    assert run.summary() is None, "it ended before it was killed"
+    finished = run_job("train", path)
+    assert finished.code == 0, finished.err
+    assert "train resumed update=" in finished.err
+    assert "train update=" in finished.err
+    summary = run.summary()
+    assert summary is not None
+    assert summary["resumed"] >= 2
+    assert summary["workers"] == 2
+    assert summary["loss_after"] < summary["loss_before"]
+
+    undisturbed = changed(tiny.request("undisturbed", epochs=40, lr=1e-3, checkpoint_every=1000))
+    claim(undisturbed, open_sources(undisturbed))
+    torch.set_num_threads(1)
+    reference = train(undisturbed)
+    assert reference is not None
+    assert summary["loss_after"] == pytest.approx(reference["loss_after"], rel=1e-2)
+    ours, theirs = (
+        [json.loads(line)["loss"] for line in one.store.get("metrics.jsonl").decode().splitlines()]
+        for one in (run, Run(undisturbed.run))
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=2e-2)
+
+    # A finished run, and one of something else, are seen before any Ray is started.
+    monkeypatch.setattr(job, "start_ray", lambda: pytest.fail("it started Ray"))
+    arguments = argparse.Namespace(fresh=False)
+    train_job.run(load_recipe(path), arguments)
+    with pytest.raises(StatehouseError, match=r"training.lr: 0.001 -> 0.5.*training.run=<other name>"):
+        train_job.run(load_recipe(path, ["training.lr=0.5"]), arguments)
+
+
+def test_an_error_inside_the_workers_is_one_line_and_is_not_tried_again(
+    tiny: Tiny, tmp_path: Path, run_job: RunJob
+) -> None:
+    with_vocabulary(tiny)
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", run="misshapen", epochs=1)
+    request = changed(tiny.request(epochs=1), run=f"{tiny.root}/dataset-runs/misshapen")
+    claim(request, open_sources(request))
+    asked = iter([False, False, True])
+    torch.set_num_threads(1)
+    train(request, stop=lambda: next(asked))
+    folder = Path(request.run) / "checkpoints/00000003"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"].T.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    state = json.loads((folder / "state.json").read_text())
+    data = (folder / "model.safetensors").read_bytes()
+    state["files"]["model.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "state.json").write_text(json.dumps(state))
+    failed = run_job("train", path)
+    assert failed.code == 1, failed.err
+    assert len(failed.errors) == 1
+    assert "checkpoints/00000003/model.safetensors: fc.weight: expected float32 [64, 192]" in failed.errors[0]
+    assert "Traceback" not in failed.err
+    assert "restarts=" not in failed.err
+
+
+@pytest.mark.slow
+def test_sigterm_of_the_driver_leaves_a_checkpoint(tiny: Tiny, tmp_path: Path, start_job: Start) -> None:
+    with_vocabulary(tiny)
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=400, checkpoint_every=5, run="sigterm")
+    run = Run(f"{tiny.root}/dataset-runs/sigterm")
+    driver = start_job("train", path)
+    wait_for_checkpoint(run, driver)
+    driver.terminate()
+    _, err = driver.communicate(timeout=90)
+    assert driver.returncode == 143, err
+    assert "train stopped update=" in err
+
+
+@pytest.mark.slow
+def test_from_object_storage_to_object_storage(
+    s3_server: str, tmp_path: Path, start_job: Start, run_job: RunJob
+) -> None:
+    tiny = with_vocabulary(make_tiny(f"s3://statehouse/train-{os.getpid()}", tmp_path))
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=60, checkpoint_every=5)
+    run = Run(f"{tiny.root}/dataset-runs/tiny")
+    driver = start_job("train", path)
+    wait_for_checkpoint(run, driver)
+    driver.kill()
+    driver.communicate()
+    finished = run_job("train", path)
+    assert finished.code == 0, finished.err
+    assert "train resumed" in finished.err
+    assert "drafter/model.safetensors" in run.store.sizes()
+
+
+@pytest.mark.slow
+def test_ray_job_submit(tiny: Tiny, tmp_path: Path, ray_cluster: dict[str, str]) -> None:
+    with_vocabulary(tiny)
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=2, run="submitted")
+    command = [Path(sys.executable).parent / "ray", "job", "submit", "--working-dir", ".", "--"]
+    command += ["python", "-m", "ray_jobs.train", str(path)]
+    environment = {name: value for name, value in {**os.environ, **ray_cluster}.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train done" in done.stdout + done.stderr
+    assert Run(f"{tiny.root}/dataset-runs/submitted").summary() is not None
+
+
+class NoRay:
+    """A cluster of 4 CPUs that must not be used."""
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(job, "start_ray", lambda: None)
+        monkeypatch.setattr(job, "cluster_size", lambda: (4.0, 0.0))
+        monkeypatch.setattr(train_job, "_train", lambda *_: pytest.fail("it trained"))
+
+
+class TestBadInput(NoRay):
+    @pytest.fixture
+    def refused(self, tiny: Tiny, tmp_path: Path) -> Callable[..., str]:
+        with_vocabulary(tiny)
+
+        def refused(*overrides: str) -> str:
+            recipe = load_recipe(write_recipe(tiny, tmp_path / "recipe.yaml", run="refused"), list(overrides))
+            with pytest.raises(StatehouseError) as caught:
+                train_job.run(recipe, argparse.Namespace(fresh=False))
+            assert "\n" not in str(caught.value)
+            assert not (Path(recipe.run_uri) / "run.json").exists()
+            return str(caught.value)
+
+        return refused
+
+    def test_no_dataset_and_one_that_is_not_sealed(self, refused: Callable[..., str], tmp_path: Path) -> None:
+        assert "no dataset" in refused(f"dataset.uri={tmp_path}/nothing")
+        planned_only(f"{tmp_path}/planned")
+        assert "not sealed" in refused(f"dataset.uri={tmp_path}/planned")
+
+    def test_a_draft_vocabulary_that_is_not_there_or_of_another_verifier(
+        self, refused: Callable[..., str], tiny: Tiny, tmp_path: Path
+    ) -> None:
+        uri = f"{tmp_path}/dataset"
+        make_dataset(uri, tiny.verifier)
+        assert "ray_jobs.coverage" in refused(f"dataset.uri={uri}")
+        make_vocabulary(f"{uri}-vocab", 999)
+        assert "another verifier" in refused(f"dataset.uri={uri}")
+
+    def test_no_loss_tokens(self, refused: Callable[..., str], tiny: Tiny, tmp_path: Path) -> None:
+        uri = f"{tmp_path}/dataset"
+        make_dataset(uri, tiny.verifier, make_sequences(loss=False))
+        make_vocabulary(f"{uri}-vocab")
+        assert "no loss tokens" in refused(f"dataset.uri={uri}")
+
+    def test_another_verifier(self, refused: Callable[..., str], tiny: Tiny, tmp_path: Path) -> None:
+        from tiny_training import make_verifier
+
+        assert "weights_hash" in refused(f"verifier.model={make_verifier(tmp_path / 'other', seed=1)}")
+
+    def test_gpus_and_workers_that_the_cluster_has_not(self, refused: Callable[..., str]) -> None:
+        assert "4 CPUs and 0 GPUs: 0 fit" in refused("training.gpus_per_worker=1")
+        assert "training.workers=4" in refused("training.workers=5")
+
+    def test_a_sequence_longer_than_a_micro_batch(self, refused: Callable[..., str]) -> None:
+        assert "training.micro_batch_tokens is 20" in refused("training.micro_batch_tokens=20")
+
+
+def test_the_plan_of_the_recipe_for_kimi(capsys: pytest.CaptureFixture[str]) -> None:
+    from ray_jobs.planning import estimate, print_plan
+
+    recipe = load_recipe(ROOT / "recipes/kimi_k25.yaml")
+    plan = estimate(recipe)["training"]
+    assert plan["updates"] == 10 * round(17_300_000 * 0.98 / 16384)
+    assert plan["gpus"] == 8
+    assert plan["parameters"]["trained"] == pytest.approx(1.058e9, rel=0.01)
+    assert plan["parameters"]["all"] == pytest.approx(2.23e9, rel=0.01)
+    print_plan(recipe)
+    assert "warning" not in capsys.readouterr().out
+    print_plan(load_recipe(ROOT / "recipes/kimi_k25.yaml", ["training.epochs=2"]))
+    assert "fewer than 5,000 updates" in capsys.readouterr().out
