@@ -6,8 +6,9 @@
 
 A checkpoint without its state.json was never finished, or is on its way out (state.json is deleted first): it is passed
 over without a word, whenever the writer was killed. One whose files do not fit its state.json is damaged: the one
-before is taken, and a line says so. There is no generator state to keep: after the start, all random numbers are the
-sampler's, a function of seed and epoch.
+before is taken, and a line says so. One that names another run (`run_id`: this one was started over since) is passed
+over, too. There is no generator state to keep: after the start, all random numbers are the sampler's, a function of
+seed and epoch.
 """
 
 from __future__ import annotations
@@ -41,11 +42,19 @@ class _Damaged(DrafterError):
     """This checkpoint's files are not those that its state.json names."""
 
 
-class Checkpoints:
-    """The checkpoints of one run. Only one worker writes; any number read."""
+class _Foreign(_Damaged):
+    """This checkpoint is of a run that was here before, whose driver wrote on after this one had started over."""
 
-    def __init__(self, store: ObjectStore) -> None:
-        self.store = store
+
+class Checkpoints:
+    """The checkpoints of one run. Only one worker writes; any number read.
+
+    run_id: of the run (run.json), which its checkpoints carry; None: whichever.
+    """
+
+    def __init__(self, store: ObjectStore, run_id: str | None = None) -> None:
+        self.store, self.run_id = store, run_id
+        self._passed_over: set[int] = set()
 
     def updates(self) -> list[int]:
         """Updates of the finished checkpoints, ascending."""
@@ -63,8 +72,17 @@ class Checkpoints:
         """Stores a checkpoint after `update` updates, then deletes all but the newest `keep` finished ones.
 
         trained: the parameters by name, those of `optimizer`. counters: what JSON can hold.
-        Later ones than this, left by a run that fell back behind them, go too.
+        A whole one of this update stays as it is. Later ones go where `newest` passed over them.
         """
+        if update in self.updates():
+            try:
+                self._read(update, trained)
+            except _Damaged:
+                self.store.delete(f"{_folder(update)}/{STATE}")
+            else:
+                self._passed_over.discard(update)
+                self._prune(update, keep)
+                return
         files = {
             MODEL: save({name: one.detach().cpu().contiguous() for name, one in trained.items()}),
             OPTIMIZER: save(_moments(trained, optimizer)),
@@ -72,15 +90,16 @@ class Checkpoints:
         state = {
             "format": _FORMAT,
             "update": update,
+            "run_id": self.run_id or "",
             **counters,
             "optimizer_steps": _steps(trained, optimizer),
             "files": {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in files.items()},
         }
         folder = _folder(update)
-        self.store.delete(f"{folder}/{STATE}")  # of a damaged one that is written again
         for name, data in files.items():
             self.store.put(f"{folder}/{name}", data)
         self.store.put(f"{folder}/{STATE}", json.dumps(state, indent=1).encode() + b"\n")
+        self._passed_over.discard(update)
         self._prune(update, keep)
 
     def newest(self, trained: Mapping[str, Tensor]) -> int | None:
@@ -93,7 +112,10 @@ class Checkpoints:
         for update in reversed(self.updates()):
             try:
                 self._read(update, trained)
+            except _Foreign:
+                self._passed_over.add(update)
             except _Damaged as error:
+                self._passed_over.add(update)
                 damage = damage or error
                 log.warning("checkpoint damaged, the one before is taken: %s", error)
             else:
@@ -148,6 +170,8 @@ class Checkpoints:
             raise _Damaged(f"{where}: expected the state of a checkpoint, found {error!r}") from None
         if not good:
             raise _Damaged(f"{where}: expected format {_FORMAT} of update {update}, found {state['format']}")
+        if self.run_id not in (None, state.get("run_id", "")):
+            raise _Foreign(f"{where}: run_id: expected {self.run_id}, found {state.get('run_id')}")
         result: dict[str, Any] = state
         return result
 
@@ -184,12 +208,17 @@ class Checkpoints:
 
     def _prune(self, newest: int, keep: int) -> None:
         finished = self.updates()
-        kept = {f"{update:08d}" for update in [one for one in finished if one <= newest][-keep:]}
-        for update in finished:
-            if f"{update:08d}" not in kept:
-                self.store.delete(f"{_folder(update)}/{STATE}")
+        kept = set([one for one in finished if one <= newest and one not in self._passed_over][-keep:])
+
+        def goes(update: int) -> bool:
+            """Later ones are another driver's, who has taken over, unless this one saw that they are of no use."""
+            return update not in kept and (update < newest or update in self._passed_over)
+
+        for update in filter(goes, finished):
+            self.store.delete(f"{_folder(update)}/{STATE}")
         for key in self.store.sizes(FOLDER):
-            if key.split("/")[1] not in kept:
+            folder = key.split("/")[1]
+            if not folder.isdigit() or goes(int(folder)):
                 self._delete(key)
 
     def _delete(self, key: str) -> None:

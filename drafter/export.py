@@ -95,6 +95,16 @@ def sglang_config(config: DrafterConfig, dtype: torch.dtype, layer_ids: Sequence
     }
 
 
+def require_servable(config: DrafterConfig) -> None:
+    """Raises DrafterError for a drafter that SGLang would compute otherwise, whatever its weights."""
+    if config.feature_size == config.hidden_size:
+        raise DrafterError(
+            f"capture_layers: SGLang leaves `fc` out when the features are as wide as the drafter "
+            f"({len(config.capture_layers)} * {config.target_hidden_size} = {config.hidden_size}); "
+            f"capture another layer beside {list(config.capture_layers)}"
+        )
+
+
 def export_sglang(
     drafter: Drafter,
     folder: str | os.PathLike[str],
@@ -110,12 +120,7 @@ def export_sglang(
     written; nothing is written then.
     """
     config = drafter.config
-    if config.feature_size == config.hidden_size:
-        raise DrafterError(
-            f"capture_layers: SGLang leaves `fc` out when the features are as wide as the drafter "
-            f"({len(config.capture_layers)} * {config.target_hidden_size} = {config.hidden_size}); "
-            f"capture another layer beside {list(config.capture_layers)}"
-        )
+    require_servable(config)
     if layer_ids is not None and len(layer_ids) != len(config.capture_layers):
         raise DrafterError(f"layer_ids: expected {len(config.capture_layers)} of them, found {list(layer_ids)}")
     dtype = dtype or drafter.fc.weight.dtype

@@ -1,15 +1,18 @@
 """A training run in a bucket: `<dataset.uri>-runs/<name>/`. It names its dataset by fingerprint; a dataset knows no runs.
 
-run.json                 what is trained on what: settings, fingerprints, provenance
+run.json                 what is trained on what: settings, fingerprints, provenance; an `id`, new with each start over
+owner.json               which driver trains it: the one that started last
 checkpoints/<update>/    model.safetensors, optimizer.safetensors, state.json (put last: it commits the checkpoint)
 metrics.jsonl            one line an update, as of the newest checkpoint
 drafter/                 config.json, model.safetensors: the finished drafter as SGLang serves it
 summary.json             put last of all: the run is finished
+evaluation.json, evaluation.svg, serve.json    what `ray_jobs.evaluate` and `ray_jobs.serve` found
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +26,8 @@ from drafter.export import CONFIG, TENSORS, export_sglang
 from drafter.model import Drafter
 from storage.objects import ObjectMissing, open_store
 
-RUN, METRICS, SUMMARY = "run.json", "metrics.jsonl", "summary.json"
+RUN, OWNER, METRICS, SUMMARY = "run.json", "owner.json", "metrics.jsonl", "summary.json"
+EVALUATION, EVALUATION_PLOT, SERVED = "evaluation.json", "evaluation.svg", "serve.json"
 _DRAFTER = "drafter"
 _FORMAT = "statehouse-run-1"
 _MISSING = "-"
@@ -46,8 +50,8 @@ class Run:
         wanted = json.loads(json.dumps(identity))
         if fresh:
             self._clear()
-        document = json.dumps({"format": _FORMAT, "identity": wanted, "provenance": provenance}, indent=1)
-        if self.store.create(RUN, document.encode() + b"\n"):
+        document = {"format": _FORMAT, "id": secrets.token_hex(8), "identity": wanted, "provenance": provenance}
+        if self.store.create(RUN, json.dumps(document, indent=1).encode() + b"\n"):
             return
         found = self.identity()
         if differing := _differences(found, wanted):
@@ -58,6 +62,32 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """What the run was started with. Raises DrafterError when there is no run here."""
+        identity: dict[str, Any] = self._document()["identity"]
+        return identity
+
+    def id(self) -> str:
+        """Of this run, and no other that was or will be here. Raises DrafterError when there is no run here."""
+        return str(self._document().get("id", ""))
+
+    def take_over(self, owner: str) -> None:
+        """Makes this driver the one that trains the run; another that still does ends at its next checkpoint."""
+        self.store.put(OWNER, json.dumps({"owner": owner}).encode() + b"\n")
+
+    def require_own(self, owner: str, run_id: str) -> None:
+        """Raises DrafterError unless this driver is still the last that took over, and the run still this one."""
+        found = (self._json(OWNER) or {}).get("owner")
+        if found != owner:
+            raise DrafterError(
+                f"{self.uri}/{OWNER}: owner: expected {owner}, found {found}: another driver has taken over this run; "
+                f"leave it to that one, or run this command again to take over in turn"
+            )
+        if (now := self.id()) != run_id:
+            raise DrafterError(
+                f"{self.uri}/{RUN}: id: expected {run_id}, found {now}: the run was started over by another driver; "
+                f"run this command again to carry on with the new one"
+            )
+
+    def _document(self) -> dict[str, Any]:
         document = self._json(RUN)
         if document is None:
             raise DrafterError(f"{self.uri}/{RUN}: no such object: there is no run here; start one with ray_jobs.train")
@@ -66,8 +96,7 @@ class Run:
                 f"{self.uri}/{RUN}: format: expected {_FORMAT}, found {document.get('format')}; "
                 f"start the run over with --fresh"
             )
-        identity: dict[str, Any] = document["identity"]
-        return identity
+        return document
 
     def summary(self) -> dict[str, Any] | None:
         """Figures of the finished run; None while it is not finished."""
@@ -78,12 +107,17 @@ class Run:
         self.store.put(SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
     def metrics(self, before: int) -> list[str]:
-        """The stored lines of the updates below `before`, in order."""
+        """The stored lines of the updates below `before`, in order. Raises DrafterError for what is no such line."""
         try:
             lines = self.store.get(METRICS).decode().splitlines()
+            return [line for line in lines if json.loads(line)["update"] < before]
         except ObjectMissing:
             return []
-        return [line for line in lines if json.loads(line)["update"] < before]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DrafterError(
+                f"{self.uri}/{METRICS}: expected one JSON object with its update a line, found {error!r}; "
+                f"delete it to carry on without the lines so far, or start the run over with --fresh"
+            ) from None
 
     def put_metrics(self, lines: Sequence[str]) -> None:
         self.store.put(METRICS, "".join(line + "\n" for line in lines).encode())
@@ -114,7 +148,8 @@ class Run:
         """Deletes the run, its end first and its beginning last, so that a half deleted one is never taken for whole."""
         self.store.delete(SUMMARY)
         self.checkpoints.clear()
-        for name in (f"{_DRAFTER}/{CONFIG}", f"{_DRAFTER}/{TENSORS}", METRICS, RUN):
+        drafter = (f"{_DRAFTER}/{CONFIG}", f"{_DRAFTER}/{TENSORS}")
+        for name in (EVALUATION, EVALUATION_PLOT, SERVED, *drafter, METRICS, RUN):
             self.store.delete(name)
 
     def _json(self, name: str) -> dict[str, Any] | None:

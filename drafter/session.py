@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
+from drafter.export import require_servable
 from drafter.initial import new_drafter, parameter_counts
 from drafter.loader import Loader
 from drafter.run import RUN, Run
@@ -27,6 +27,7 @@ from drafter.sources import Request, Sources, open_sources, open_verifier_weight
 from drafter.team import Team
 from drafter.trainer import Measured, Trainer, learning_rate
 from drafter.verifier_head import VerifierHead
+from drafter.verifier_weights import VerifierWeights
 from storage.errors import StatehouseError
 
 log = logging.getLogger("statehouse")
@@ -38,12 +39,17 @@ _LOG_EVERY_S = 5.0
 def claim(request: Request, sources: Sources, *, fresh: bool = False) -> dict[str, Any] | None:
     """Makes or finds the run; returns the summary of a finished one, else None. Once for all workers, before they start.
 
-    Raises DrafterError when the run is of something else.
+    A driver that is still training the run ends at its next checkpoint. Raises DrafterError when the run is of something
+    else.
     """
     run = Run(request.run)
     run.store.probe()
+    if fresh:
+        run.take_over(request.owner)  # first, so that nobody writes into what is deleted
     run.claim(sources.identity(request), request.provenance, fresh=fresh)
-    return run.summary()
+    if (summary := run.summary()) is None:
+        run.take_over(request.owner)
+    return summary
 
 
 def finished(request: Request, sources: Sources) -> dict[str, Any] | None:
@@ -56,6 +62,19 @@ def finished(request: Request, sources: Sources) -> dict[str, Any] | None:
         return None
     run.claim(sources.identity(request), request.provenance)
     return run.summary()
+
+
+def drafter_config(request: Request, sources: Sources, weights: VerifierWeights) -> DrafterConfig:
+    """The drafter that is asked for. Raises DrafterError when there can be none such, or none that SGLang serves."""
+    layers, changed = sources.dataset.contract.capture_layers, request.drafter.config
+    try:
+        config = DrafterConfig.from_verifier(weights.config, sources.vocabulary.size, layers, **changed)
+    except (TypeError, ZeroDivisionError) as error:
+        raise DrafterError(
+            f"drafter.config: expected fields of a drafter that differ from the verifier's, found {changed}: {error}"
+        ) from None
+    require_servable(config)
+    return config
 
 
 class Progress:
@@ -98,9 +117,7 @@ class Session:
         self.run = Run(request.run)
         dataset, vocabulary = self.sources.dataset, self.sources.vocabulary
         weights = open_verifier_weights(request.verifier, dataset)
-        config = DrafterConfig.from_verifier(
-            weights.config, vocabulary.size, dataset.contract.capture_layers, **request.drafter.config
-        )
+        config = drafter_config(request, self.sources, weights)
         dtype = getattr(torch, self.settings.dtype)
         drafter = new_drafter(config, vocabulary, weights, request.drafter, self.settings.seed)
         drafter.embed_tokens.to(dtype)
@@ -112,6 +129,8 @@ class Session:
         self.total = self.per_epoch * self.settings.epochs
         self.progress = Progress()
         self.metrics: list[str] = []
+        self.run_id = ""  # once resumed
+        self.saved = 0  # update of the newest checkpoint
 
     # ---- the way ----
 
@@ -126,7 +145,8 @@ class Session:
             return None
         if self.progress.evaluations and self.progress.evaluations[-1]["update"] < self.total:
             self._evaluate()
-        self._checkpoint()
+        if self.saved < self.total:  # else it was stopped right behind its last checkpoint
+            self._checkpoint()
         return self._finish()
 
     def _updates(self, stop: Callable[[], bool]) -> bool:
@@ -149,7 +169,7 @@ class Session:
                 progress.waited_s = waited_before + loader.waited_s
                 self._record(update, measured, lr, tokens)
                 epoch_ends = progress.update % self.per_epoch == 0
-                if epoch_ends and positions == 0 and update < self.per_epoch:
+                if epoch_ends and positions == 0 and first == 0 and update < self.per_epoch:
                     raise DrafterError(
                         f"{self.sources.dataset.uri}: no loss tokens to train on: in a whole epoch no two tokens in a row "
                         f"bear loss; check the prompts' loss masks"
@@ -161,8 +181,8 @@ class Session:
                     self._checkpoint()
                     self._log("train stopped update=%d/%d; it carries on from there", progress.update, self.total)
                     return True
-                if progress.update % self.settings.checkpoint_every == 0:
-                    self._checkpoint()
+                if progress.update % self.settings.checkpoint_every == 0 and progress.update < self.total:
+                    self._checkpoint()  # the last one: with the last evaluation
                 now = time.monotonic()
                 if now - last_line >= _LOG_EVERY_S or progress.update == self.total:
                     last_line = now
@@ -181,7 +201,10 @@ class Session:
         trainer, run = self.trainer, self.run
         newest, error = None, None
         try:
-            newest = run.checkpoints.newest(trainer.trained) if self.team.rank == 0 else None
+            self.run_id = run.checkpoints.run_id = run.id()
+            if self.team.rank == 0:
+                run.require_own(self.request.owner, self.run_id)
+                newest = run.checkpoints.newest(trainer.trained)
         except StatehouseError as caught:
             error = caught
         self.team.agree(error)
@@ -192,14 +215,19 @@ class Session:
             state = run.checkpoints.load(update, trainer.trained, trainer.optimizer)
             for name in self.progress.to_dict():
                 setattr(self.progress, name, state[name])
+            if self.team.rank == 0:
+                self.metrics = run.metrics(update)
         except StatehouseError as caught:
             error = caught
+        except (KeyError, ValueError, TypeError) as caught_in_it:
+            error = DrafterError(
+                f"{run.uri}: state.json of update {update}: expected the counters of a checkpoint, found "
+                f"{caught_in_it!r}; start the run over with --fresh"
+            )
         self.team.agree(error)
-        self.progress.update = update
+        self.progress.update = self.saved = update
         self.progress.resumed += 1
         trainer.skipped = self.progress.skipped
-        if self.team.rank == 0:
-            self.metrics = run.metrics(update)
         self._log("train resumed update=%d/%d where=%s", update, self.total, run.uri)
 
     def _finish(self) -> dict[str, Any]:
@@ -230,7 +258,9 @@ class Session:
         error = None
         try:
             if self.team.rank == 0:
+                run.require_own(self.request.owner, self.run_id)
                 run.put_drafter(self.trainer.drafter, self.request.layer_ids, dtype)
+                run.require_own(self.request.owner, self.run_id)  # a drafter takes a while to store
                 run.put_summary(summary)
         except StatehouseError as caught:
             error = caught
@@ -312,6 +342,7 @@ class Session:
         error, began = None, time.monotonic()
         try:
             if self.team.rank == 0:
+                self.run.require_own(self.request.owner, self.run_id)
                 self.run.put_metrics(self.metrics)
                 self.run.checkpoints.save(
                     self.progress.update,
@@ -321,13 +352,14 @@ class Session:
                         "epoch": self.progress.update // self.per_epoch,
                         "update_in_epoch": self.progress.update % self.per_epoch,
                         **self.progress.to_dict(),
-                        "written_by": {"host": platform.node(), "pid": os.getpid()},
+                        "written_by": {"pid": os.getpid()},
                     },
                     self.settings.keep_checkpoints,
                 )
         except StatehouseError as caught:
             error = caught
         self.team.agree(error)
+        self.saved = self.progress.update
         self._log("checkpoint update=%d seconds=%.1f", self.progress.update, time.monotonic() - began)
 
     def _say_what(self) -> None:

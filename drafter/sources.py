@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ class Request:
     """What is asked for. dataset, vocabulary, run: URIs. verifier: a folder on this machine.
 
     held_out, split_seed: share of prompt groups that are never trained on. layer_ids: the server's numbers for the
-    captured layers, where they are not those of the decoder outputs (`drafter.export.export_sglang`).
+    captured layers, where they are not those of the decoder outputs (`drafter.export.export_sglang`). owner: names the
+    driver that asks, to all its workers (`drafter.run.Run.take_over`).
     """
 
     dataset: str
@@ -39,6 +41,7 @@ class Request:
     split_seed: int = 0
     layer_ids: tuple[int, ...] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 @dataclass(frozen=True)

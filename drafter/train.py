@@ -11,6 +11,8 @@ import logging
 import re
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -20,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from drafter.errors import DrafterError
 from drafter.recipe import DrafterSection, TrainingSection
-from drafter.session import claim, describe, train
-from drafter.sources import Request, open_sources
+from drafter.session import claim, describe, drafter_config, train
+from drafter.sources import Request, open_sources, open_verifier_weights
 from drafter.team import Team
 from storage.errors import StatehouseError
 
@@ -108,6 +110,15 @@ def _value(text: str) -> Any:
         return text
 
 
+def _device(name: str) -> torch.device:
+    """The device of this name. Raises DrafterError when this machine has none."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        said = str(error).split("\n")[0][:200]
+        raise DrafterError(f"--device: expected cpu, or a GPU of this machine, found {name!r}: {said}") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_intermixed_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, stream=sys.stderr)
@@ -136,16 +147,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if args.device == "cpu":
             torch.set_num_threads(request.training.cpus_per_worker)
-        finished = claim(request, open_sources(request), fresh=args.fresh)
+        device, sources = _device(args.device), open_sources(request)
+        drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
+        finished = claim(request, sources, fresh=args.fresh)
         if finished is not None:
             logging.getLogger("statehouse").info("train finished already %s", describe(finished, args.run))
             return 0
-        summary = train(request, Team(device=torch.device(args.device)), lambda: bool(asked))
+        summary = train(request, Team(device=device), lambda: bool(asked))
     except StatehouseError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         return 130
+    except Exception as error:  # none should come here; nobody should have to read a traceback when one does
+        with tempfile.NamedTemporaryFile("w", prefix="statehouse-", suffix=".traceback", delete=False) as file:
+            file.write(traceback.format_exc())
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"error: unexpected {what}; please report it with {file.name}", file=sys.stderr, flush=True)
+        return 1
     if summary is None:
         return 143 if asked[0] == signal.SIGTERM else 130
     return 0

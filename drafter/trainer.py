@@ -153,7 +153,7 @@ class Trainer:
             raise DrafterError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite (norm {norm}); "
                 f"the newest checkpoint is from before them: lower training.lr (now {self.settings.lr:g}) or "
-                f"training.clip, or check the dataset with `statehouse verify`"
+                f"training.clip, with training.run=<other name>, or check the dataset with `statehouse verify`"
             )
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter.acceptance import Tally, draft_chains, greedy_ceiling, shifted_d2t, tally_sequence, tau_interval
-from drafter.run import Run
+from drafter.run import EVALUATION, EVALUATION_PLOT, Run
 from drafter.sources import open_verifier_weights
 from drafter.verifier_head import VerifierHead
 from ray_jobs import job
@@ -40,9 +40,8 @@ from ray_jobs.recipe import Recipe
 from ray_jobs.tau_plot import draw_taus
 from ray_jobs.verifier import resolve_verifier
 from storage import open_dataset
-from storage.errors import StatehouseError
+from storage.errors import RecipeError, StatehouseError
 
-EVALUATION, PLOT = "evaluation.json", "evaluation.svg"
 DRAFTER, UNTRAINED, SHIFTED, CEILING = "drafter", "untrained", "d2t off by one", "ceiling"
 # Tokens of one forward pass: at K * H = 21,504 their features are 700 MB in fp32.
 _BATCH_TOKENS = 1 << 13
@@ -136,6 +135,7 @@ def measure_all(recipe: Recipe, rows: Sequence[int], lengths: np.ndarray) -> lis
     import ray
 
     job.start_ray()
+    _require_room(recipe)
     task = ray.remote(num_cpus=recipe.training.cpus_per_worker, num_gpus=gpus)(measure)
     references = [task.remote(recipe, part, "cuda" if gpus else "cpu") for part in tasks]
     progress = job.Progress("evaluate", "tasks", len(tasks))
@@ -152,6 +152,17 @@ def measure_all(recipe: Recipe, rows: Sequence[int], lengths: np.ndarray) -> lis
                 raise
             progress.step(tokens[reference])
     return [one for reference in references for one in ray.get(reference)]
+
+
+def _require_room(recipe: Recipe) -> None:
+    """Raises RecipeError when no node can ever hold one task (it would wait for ever)."""
+    cpus, gpus = recipe.training.cpus_per_worker, recipe.training.gpus_per_worker
+    if not job.fitting(cpus, gpus):
+        all_cpus, all_gpus = job.cluster_size()
+        raise RecipeError(
+            f"a task of evaluate needs {cpus} CPUs and {gpus} GPUs on one node, the cluster has {all_cpus:g} and "
+            f"{all_gpus:g} in all, and no such node; add one, or lower training.cpus_per_worker or .gpus_per_worker"
+        )
 
 
 def summarise(measured: Sequence[Measured], draft_lengths: Sequence[int], seed: int = 0) -> dict[str, Any]:
@@ -265,7 +276,9 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         "provenance": provenance(recipe),
     }
     trained.store.put(EVALUATION, json.dumps(result, indent=1).encode() + b"\n")
-    trained.store.put(PLOT, draw_taus(summary, draft_lengths, f"τ(k) of {recipe.run_uri.rsplit('/', 1)[-1]}").encode())
+    trained.store.put(
+        EVALUATION_PLOT, draw_taus(summary, draft_lengths, f"τ(k) of {recipe.run_uri.rsplit('/', 1)[-1]}").encode()
+    )
     Console(width=None if Console().is_terminal else 150).print(render(summary, draft_lengths))
     _explain(summary["all"], recipe, held.left_out)
     longest = str(draft_lengths[-1])

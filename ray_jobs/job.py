@@ -182,6 +182,19 @@ def cluster_size() -> tuple[float, float]:
     return resources.get("CPU", 0.0), resources.get("GPU", 0.0)
 
 
+def fitting(cpus: float, gpus: float) -> int:
+    """How many processes that each need so much fit on the cluster's nodes; one never spans two of them."""
+    import ray
+
+    need = {"CPU": cpus, "GPU": gpus}
+    fit = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"]
+            fit += min((int(has.get(name, 0.0) // much) for name, much in need.items() if much), default=1 << 30)
+    return fit
+
+
 class Progress:
     """One log line every few seconds: `extract shards=3/16 tokens=9,120 tokens_per_s=812 eta=41s`."""
 

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from drafter.run import Run
+from drafter.run import SERVED, Run
 from drafter.sources import open_verifier_weights
 from ray_jobs import job
 from ray_jobs.inputs import open_verifier
@@ -34,8 +34,6 @@ from ray_jobs.serving import NONE, TRAINED, UNTRAINED, OracleActor, ServeActor
 from ray_jobs.supervisor import reason_of
 from storage import open_dataset
 from storage.errors import ReplicaFailed, StatehouseError
-
-SERVED = "serve.json"
 
 
 def report(
@@ -152,10 +150,10 @@ class _Served:
         self.token_ids = [prompt.token_ids for prompt in prompts]
         config = recipe.extraction.replica
         self.server = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_restarts=0)(ServeActor)
-        on_gpu = config.gpus if recipe.evaluation.oracle == "sglang" else 0
-        # On a CPU it is idle while the engine serves, so it asks for no core of its own.
-        self.oracle = ray.remote(num_cpus=0, num_gpus=on_gpu, max_restarts=0)(OracleActor).remote(recipe)
-        self.oracle_ready = None if on_gpu else self.oracle.start.remote()
+        self.oracle_gpus = config.gpus if recipe.evaluation.oracle == "sglang" else 0
+        self.oracle: Any = None
+        if not self.oracle_gpus:  # on GPUs it waits for those that the server has
+            self._start_oracle()
 
     def serve(self, kind: str) -> tuple[list[Served], float, dict[str, Any]]:
         """Responses, the seconds they took, and what the engine is."""
@@ -172,17 +170,30 @@ class _Served:
         return served, seconds, about
 
     def judge(self, kind: str, served: Sequence[Served]) -> list[Verdict]:
-        if self.oracle_ready is None:  # its GPUs were the server's until now
-            self.oracle_ready = self.oracle.start.remote()
+        if self.oracle is None:
+            self._start_oracle()
         _result(self.oracle_ready)
         verdicts: list[Verdict] = _result(self.oracle.judge.remote(kind, self.token_ids, served))
+        if self.oracle_gpus:  # the next server needs them
+            self.stop()
         return verdicts
 
-    def stop(self) -> None:
+    def _start_oracle(self) -> None:
         import ray
 
-        ray.wait([self.oracle.stop.remote()], timeout=20)
-        ray.kill(self.oracle, no_restart=True)
+        # On a CPU it is idle while the engine serves, so it asks for no core of its own.
+        actor = ray.remote(num_cpus=0, num_gpus=self.oracle_gpus, max_restarts=0)(OracleActor)
+        self.oracle = actor.remote(self.recipe)
+        self.oracle_ready = self.oracle.start.remote()
+
+    def stop(self) -> None:
+        """Ends the oracle, if there is one."""
+        import ray
+
+        if self.oracle is not None:
+            ray.wait([self.oracle.stop.remote()], timeout=20)
+            ray.kill(self.oracle, no_restart=True)
+            self.oracle = None
 
 
 def _result(reference: Any) -> Any:
@@ -254,10 +265,10 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
 def _require_room(recipe: Recipe) -> None:
     """Raises ReplicaFailed when the cluster can never place the engine (it would wait for ever)."""
     config, (cpus, gpus) = recipe.extraction.replica, job.cluster_size()
-    if config.cpus > cpus or config.gpus > gpus:
+    if not job.fitting(config.cpus, config.gpus):
         raise ReplicaFailed(
-            f"serving needs {config.cpus} CPUs and {config.gpus} GPUs, the cluster has {cpus:g} and {gpus:g}; add a node, "
-            f"or lower extraction.replica.cpus or .gpus"
+            f"serving needs {config.cpus} CPUs and {config.gpus} GPUs on one node, the cluster has {cpus:g} and {gpus:g} in "
+            f"all, and no such node; add one, or lower extraction.replica.cpus or .gpus"
         )
 
 

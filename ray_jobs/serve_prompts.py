@@ -40,13 +40,18 @@ def choose_prompts(recipe: Recipe, verifier: Verifier) -> list[ServePrompt]:
 
 
 def room_for_prompts(recipe: Recipe, folder: str) -> int:
-    """Tokens that a prompt may have, so that response and drafts still fit."""
+    """Tokens that a prompt may have, so that response and drafts still fit. Raises RecipeError when nobody says."""
     config = recipe.extraction.replica
     limits = [text_config(read_config(Path(folder))).get("max_position_embeddings")]
     if config.gpus == 0:
         limits.append(config.max_total_tokens)
-    longest = min(limit for limit in limits if isinstance(limit, int))
-    return longest - recipe.evaluation.serve_tokens - max(recipe.evaluation.draft_lengths) - 2
+    known = [limit for limit in limits if isinstance(limit, int)]
+    if not known:
+        raise RecipeError(
+            f"{folder}/config.json: max_position_embeddings: expected the longest sequence that the verifier reads, "
+            f"found none; add it"
+        )
+    return min(known) - recipe.evaluation.serve_tokens - max(recipe.evaluation.draft_lengths) - 2
 
 
 def _own(recipe: Recipe, verifier: Verifier) -> dict[str, list[ServePrompt]]:
@@ -58,9 +63,9 @@ def _own(recipe: Recipe, verifier: Verifier) -> dict[str, list[ServePrompt]]:
         chosen = found.setdefault(file["source"], [])
         rows = 0
         for row_name, row in read_rows(file["path"], file["limit"], file["skip"]):
+            rows += 1
             if len(chosen) >= recipe.evaluation.serve_prompts:
                 break
-            rows += 1
             chosen.append(ServePrompt(file["source"], row_name, _tokens(row_name, row, tokenizer, limits)))
         if not rows:
             raise RecipeError(f"evaluation.prompts: {file['path']}: no rows; add prompts, one JSON object a line")

@@ -30,7 +30,7 @@ def require_resources(config: ExtractionConfig) -> None:
     """Raises ReplicaFailed when the cluster can never place the replicas (they would wait for ever)."""
     cpus, gpus = job.cluster_size()
     need_cpus, need_gpus = config.replica.cpus, config.replica.gpus
-    fit = min(int(cpus // need_cpus), int(gpus // need_gpus) if need_gpus else 1 << 30)
+    fit = job.fitting(need_cpus, need_gpus)
     if fit < config.replicas:
         raise ReplicaFailed(
             f"extraction.replicas is {config.replicas}, each needs {need_cpus} CPUs and {need_gpus} GPUs, but the cluster "

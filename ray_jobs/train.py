@@ -46,8 +46,9 @@ class Mailbox:
         self._stop, self._left = False, True  # nobody is there yet
 
     def started(self) -> int:
-        """Worker 0 began; returns how often by now."""
+        """Worker 0 began; returns how often by now. What the workers before it said is over."""
         self._starts, self._left = self._starts + 1, False
+        self._errors.clear()
         return self._starts
 
     def post(self, level: int, line: str) -> None:
@@ -153,9 +154,7 @@ def _work(config: dict[str, Any]) -> dict[str, Any] | None:
 def require_resources(settings: TrainingSection) -> None:
     """Raises RecipeError when the cluster can never hold the workers (they would wait for ever)."""
     cpus, gpus = job.cluster_size()
-    fit = int(cpus // settings.cpus_per_worker)
-    if settings.gpus_per_worker:
-        fit = min(fit, int(gpus // settings.gpus_per_worker))
+    fit = job.fitting(settings.cpus_per_worker, settings.gpus_per_worker)
     if fit < settings.workers:
         raise RecipeError(
             f"training.workers is {settings.workers}, each needs {settings.cpus_per_worker} CPUs and "
@@ -183,7 +182,7 @@ def request_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
-    from drafter.session import claim, describe, finished
+    from drafter.session import claim, describe, drafter_config, finished
     from drafter.sources import Request, open_sources, open_verifier_weights
 
     fresh = getattr(args, "fresh", False)  # other jobs call this one, too
@@ -191,7 +190,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     model_type = fields.pop("model_type")
     request = Request(**fields)
     sources = open_sources(request)
-    open_verifier_weights(request.verifier, sources.dataset)
+    drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
+    fields["owner"] = request.owner
     fields["layer_ids"] = tuple(engine_layer_ids(sources.dataset.contract.capture_layers, model_type))
     if not fresh and (summary := finished(request, sources)) is not None:
         job.log.info("train finished already %s", describe(summary, request.run))
@@ -205,8 +205,10 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
 def _train(recipe: Recipe, fields: dict[str, Any]) -> None:
     """Runs the workers to the end of the run. Raises StatehouseError; on a signal, whatever the signal raised."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # it dies with us alone
+    mailbox = ray.remote(num_cpus=0, scheduling_strategy=here)(Mailbox).remote()
     config = {
         "mailbox": mailbox,
         "request": fields,
@@ -280,7 +282,7 @@ def _trainer(recipe: Recipe, config: dict[str, Any]) -> Any:
         ),
         run_config=RunConfig(
             name=f"{recipe.name}-{os.getpid()}",
-            storage_path=os.path.join(tempfile.gettempdir(), "statehouse-ray-train"),
+            storage_path=os.path.join(tempfile.gettempdir(), f"statehouse-ray-train-{os.getuid()}"),
             failure_config=FailureConfig(max_failures=settings.max_failures),
         ),
     )

@@ -172,17 +172,21 @@ class EngineProcess:
 
     def _receive(self, replies: IO[str]) -> None:
         """Thread: hand replies to their futures until the pipe ends, then fail what still waits."""
-        with replies:
-            for line in replies:
-                message = json.loads(line)
-                if "ready" in message:
-                    self._ready.set_result(message["ready"])
-                    continue
-                with self._state:
-                    future = self._waiting.pop(message["id"], None)
-                if future is not None:
-                    future.set_result(message)
-        self._die()
+        try:
+            with replies:
+                for line in replies:
+                    if not line.endswith("\n"):
+                        break  # the engine died within it
+                    message = json.loads(line)
+                    if "ready" in message:
+                        self._ready.set_result(message["ready"])
+                        continue
+                    with self._state:
+                        future = self._waiting.pop(message["id"], None)
+                    if future is not None:
+                        future.set_result(message)
+        finally:
+            self._die()
 
     def _die(self) -> None:
         process = self._process

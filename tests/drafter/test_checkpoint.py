@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -50,9 +51,11 @@ def model(seed: int = 0, steps: int = 3) -> tuple[dict[str, nn.Parameter], torch
     return trained, optimizer
 
 
-def save(store: ObjectStore, update: int, keep: int = 2) -> dict[str, nn.Parameter]:
+def save(
+    store: ObjectStore, update: int, keep: int = 2, checkpoints: Checkpoints | None = None
+) -> dict[str, nn.Parameter]:
     trained, optimizer = model(update)
-    Checkpoints(store).save(update, trained, optimizer, {"epoch": update // 3, "tokens": 7}, keep)
+    (checkpoints or Checkpoints(store)).save(update, trained, optimizer, {"epoch": update // 3, "tokens": 7}, keep)
     return trained
 
 
@@ -97,6 +100,10 @@ def test_killed_at_any_request_a_whole_checkpoint_is_left(tmp_path: Path) -> Non
         save(LocalStore(store.root), 3, keep=1)  # the next run gets there again
         assert Checkpoints(store).updates() == [3]
         assert len(store.sizes("checkpoints")) == 3
+        store.left = requests
+        with contextlib.suppress(Killed):
+            save(store, 3, keep=1)  # and once more: there is no other
+        assert Checkpoints(LocalStore(store.root)).newest(model()[0]) == 3
     assert requests > 5  # so it was killed between all of them
 
 
@@ -119,9 +126,32 @@ def test_later_ones_that_were_fallen_behind_of_go_with_the_next(tmp_path: Path) 
     for update in (5, 10):
         save(store, update)
     (tmp_path / "checkpoints/00000010/optimizer.safetensors").unlink()
-    assert Checkpoints(store).newest(model()[0]) == 5
-    save(store, 7)
-    assert Checkpoints(store).updates() == [5, 7]
+    checkpoints = Checkpoints(store)
+    assert checkpoints.newest(model()[0]) == 5
+    save(store, 7, checkpoints=checkpoints)
+    assert checkpoints.updates() == [5, 7]
+
+
+def test_later_ones_of_a_driver_that_has_taken_over_stay(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for update in (5, 10):
+        save(store, update)
+    save(store, 7, keep=1)
+    assert Checkpoints(store).updates() == [7, 10]
+
+
+def test_one_of_the_run_that_was_here_before_is_passed_over_and_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LocalStore(tmp_path)
+    save(store, 10, checkpoints=Checkpoints(store, "before"))
+    checkpoints = Checkpoints(store, "now")
+    assert checkpoints.newest(model()[0]) is None
+    assert not caplog.records
+    save(store, 5, checkpoints=checkpoints)
+    assert checkpoints.updates() == [5]
+    save(store, 5, checkpoints=Checkpoints(store, "later"))  # over it
+    assert checkpoints.newest(model()[0]) is None
 
 
 @pytest.mark.parametrize("resealed", [False, True], ids=["changed behind its state", "state fits"])

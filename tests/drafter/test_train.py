@@ -77,6 +77,25 @@ def test_a_wrong_setting_is_one_line(tiny: Tiny, capfd: pytest.CaptureFixture[st
     assert not Path(f"{tiny.root}/wrong").exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--device", "gpu"], "--device: expected cpu"),
+        (["drafter.config.num_attention_heads=5"], "num_attention_heads: "),
+        (["drafter.config.num_attention_heads=0"], "drafter.config: expected fields of a drafter"),
+        (["drafter.config.hidden_size=192", "drafter.config.target_hidden_size=64"], "SGLang leaves `fc` out"),
+    ],
+)
+def test_what_can_never_be_trained_claims_no_run(
+    tiny: Tiny, capfd: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(arguments(tiny, "never", *more)) == 1
+    err = capfd.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert not Path(f"{tiny.root}/never/run.json").exists()
+
+
 def test_settings_are_those_of_a_recipe() -> None:
     parsed = parse_settings(["training.betas=[0.8, 0.9]", "drafter.config.head_dim=128", "training.lr=1e-4"])
     assert parsed["training"].betas == (0.8, 0.9)

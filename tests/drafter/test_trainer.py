@@ -6,7 +6,7 @@ import json
 import math
 import multiprocessing
 import os
-import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from tiny_training import TRAINING, Tiny, changed, make_dataset, make_sequences, make_tiny, make_vocabulary
 
+from drafter.checkpoint import Checkpoints
 from drafter.errors import DrafterError
 from drafter.export import load_sglang
 from drafter.run import Run
@@ -112,10 +113,9 @@ def test_a_run_that_falls_back_behind_a_damaged_checkpoint_ends_in_the_same_bits
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def _worker(rank: int, world: int, port: int, request: Request, stop_after: int, error: Any) -> None:
+def _worker(rank: int, world: int, meeting: str, request: Request, stop_after: int, error: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     try:
         if rank == world - 1 and error.value:
             request = changed(request, verifier="/nowhere")
@@ -130,18 +130,22 @@ def _worker(rank: int, world: int, port: int, request: Request, stop_after: int,
 def together(request: Request, world: int, stop_after: int = 0, broken: bool = False) -> tuple[list[int], str]:
     """Exit codes of `world` gloo processes that train the run, and the last one's error."""
     claim(request, open_sources(request))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
     error = spawn.Array("c", 600)
     error.value = b"break" if broken else b""
-    workers = [spawn.Process(target=_worker, args=(r, world, port, request, stop_after, error)) for r in range(world)]
-    for one in workers:
-        one.start()
-    for one in workers:
-        one.join(120)
-    return [one.exitcode or 0 for one in workers], error.value.decode()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [(rank, world, f"{folder}/meeting", request, stop_after, error) for rank in range(world)]
+        workers = [spawn.Process(target=_worker, args=one) for one in ranks]
+        for one in workers:
+            one.start()
+        for one in workers:
+            one.join(120)
+        late = [number for number, one in enumerate(workers) if one.is_alive()]
+        for number in late:
+            workers[number].kill()
+            workers[number].join()
+    assert not late, f"workers {late} did not end"
+    return [int(one.exitcode or 0) for one in workers], error.value.decode()
 
 
 def losses(request: Request) -> np.ndarray:
@@ -233,7 +237,75 @@ def test_a_run_is_of_one_thing_and_says_what_differs(tiny: Tiny) -> None:
     assert "training.run=<other name>" in line
     assert "\n" not in line
     assert claim(other, open_sources(other), fresh=True) is None
-    assert Run(request.run).store.sizes().keys() == {"run.json"}
+    assert Run(request.run).store.sizes().keys() == {"run.json", "owner.json"}
+
+
+def test_a_driver_that_another_took_over_from_ends_in_one_line(tiny: Tiny) -> None:
+    first, second = (tiny.request("owned", checkpoint_every=3) for _ in range(2))
+
+    def meanwhile(act: Any) -> Any:
+        asked = iter([None, act])
+        return lambda: bool((next(asked, None) or (lambda: None))())
+
+    def takes_over(fresh: bool) -> Any:
+        return lambda: claim(second, open_sources(second), fresh=fresh)
+
+    with pytest.raises(DrafterError, match=r"owner\.json: .* another driver has taken over") as refused:
+        whole_run(first, stop=meanwhile(takes_over(fresh=False)))
+    assert "\n" not in str(refused.value)
+    assert Run(first.run).checkpoints.updates() == []
+    with pytest.raises(DrafterError, match="another driver has taken over"):
+        train(first)  # as its workers would, started again
+    with pytest.raises(DrafterError, match=r"owner\.json"):
+        whole_run(first, stop=meanwhile(takes_over(fresh=True)))
+    run = Run(first.run)
+    old = run.id()
+    claim(first, open_sources(first), fresh=True)
+    with pytest.raises(DrafterError, match=r"run\.json: id: .* started over by another driver"):
+        run.require_own(first.owner, old)
+    assert whole_run(second) is not None
+
+
+def test_the_last_checkpoint_is_written_once_and_holds_the_last_evaluation(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = tiny.request("once", checkpoint_every=1, keep_checkpoints=1, epochs=1)
+    saved: list[int] = []
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, at, *rest: (saved.append(at), save(self, at, *rest))[1])
+    summary = whole_run(request)
+    assert summary is not None
+    assert saved == list(range(1, summary["updates"] + 1))
+    Run(request.run).store.delete("summary.json")  # killed between the two
+    again = whole_run(request)
+    assert again is not None
+    assert again["evaluations"] == summary["evaluations"]
+    assert len(saved) == summary["updates"]
+
+
+def test_fresh_deletes_what_was_measured_too(tiny: Tiny) -> None:
+    request = tiny.request("measured", epochs=1)
+    claim(request, open_sources(request))
+    for name in ("evaluation.json", "evaluation.svg", "serve.json"):
+        Run(request.run).store.put(name, b"{}")
+    claim(request, open_sources(request), fresh=True)
+    assert Run(request.run).store.sizes().keys() == {"run.json", "owner.json"}
+
+
+@pytest.mark.parametrize(("name", "rubbish"), [("metrics.jsonl", "{"), ("state.json", "tokens")])
+def test_damaged_counters_are_one_line(tiny: Tiny, name: str, rubbish: str) -> None:
+    request = tiny.request(f"counters-{name}")
+    whole_run(request, stop=after(3))
+    if name == "metrics.jsonl":
+        Run(request.run).store.put(name, rubbish.encode())
+    else:
+        path = Path(request.run) / "checkpoints/00000003/state.json"
+        state = json.loads(path.read_text())
+        del state[rubbish]
+        path.write_text(json.dumps(state))
+    with pytest.raises(DrafterError, match=name) as refused:
+        whole_run(request)
+    assert "\n" not in str(refused.value)
 
 
 def test_on_object_storage(s3_server: str, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from tiny_run import ARGUMENTS, TinyRun, make_dataset, write_recipe
 
 from drafter.errors import DrafterError
 from drafter.export import CONFIG, TENSORS
+from drafter.run import EVALUATION, EVALUATION_PLOT
 from ray_jobs import evaluate
-from ray_jobs.evaluate import CEILING, DRAFTER, EVALUATION, PLOT, SHIFTED, UNTRAINED
+from ray_jobs.evaluate import CEILING, DRAFTER, SHIFTED, UNTRAINED
 from ray_jobs.inputs import Inputs, open_verifier
 from ray_jobs.measuring import held_out_sequences
 from storage import open_dataset
@@ -57,7 +58,7 @@ def test_a_good_drafter_is_above_its_controls_and_below_the_ceiling(
     assert found["dataset"]["fingerprint"] == open_dataset(made.recipe.dataset.uri).fingerprint
     assert found["identity"] == made.run.identity()
     assert found["provenance"]["packages"]["torch"]
-    plot = ElementTree.fromstring(made.run.store.get(PLOT))
+    plot = ElementTree.fromstring(made.run.store.get(EVALUATION_PLOT))
     assert plot.tag.endswith("svg")
 
 

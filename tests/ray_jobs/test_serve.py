@@ -16,13 +16,13 @@ import torch
 from tiny_run import ARGUMENTS, TinyRun
 
 from drafter.errors import DrafterError
-from ray_jobs import serve
+from ray_jobs import job, serve
 from ray_jobs.inputs import open_verifier
 from ray_jobs.oracle import TIE, Verdict, compare_passes, judge
 from ray_jobs.prompts import load_tokenizer
 from ray_jobs.recipe import load_recipe
 from ray_jobs.replicas.speculative import Served
-from ray_jobs.serve_prompts import ServePrompt, choose_prompts
+from ray_jobs.serve_prompts import ServePrompt, choose_prompts, room_for_prompts
 from ray_jobs.serving import NONE, TRAINED, UNTRAINED, OracleActor, ServeActor
 from storage.errors import RecipeError, StatehouseError
 
@@ -89,6 +89,37 @@ def test_prompts_that_cannot_be_served_are_one_line(
         chosen(tiny_run, f"evaluation.prompts=[{{path: {path}}}]", *overrides)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_second_file_of_a_source_that_has_enough_is_not_called_empty(tiny_run: TinyRun, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / f"{name}.jsonl", *({"prompt": f"Say {name}."} for _ in range(3)))
+    prompts = chosen(
+        tiny_run, f"evaluation.prompts=[{{path: {tmp_path}/*.jsonl, source: mine}}]", "evaluation.serve_prompts=2"
+    )
+    assert len(prompts) == 2
+
+
+def test_a_verifier_that_does_not_say_how_long_it_reads_is_one_line(tiny_run: TinyRun, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    recipe = tiny_run.changed("extraction.replica.gpus=1")
+    with pytest.raises(RecipeError, match=r"config.json: max_position_embeddings: expected"):
+        room_for_prompts(recipe, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "fit"), [(8, 0, 2), (9, 0, 0), (1, 0, 16), (4, 2, 2), (1, 4, 1), (1, 3, 1), (8, 4, 1)]
+)
+def test_processes_are_counted_node_by_node(monkeypatch: pytest.MonkeyPatch, cpus: int, gpus: int, fit: int) -> None:
+    import ray
+
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 4.0}},
+        {"Alive": True, "Resources": {"CPU": 8.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert job.fitting(cpus, gpus) == fit
 
 
 def test_a_file_that_is_not_there_is_named(tiny_run: TinyRun) -> None:

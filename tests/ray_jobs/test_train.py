@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -32,6 +33,8 @@ from ray_jobs.recipe import load_recipe
 from storage.errors import StatehouseError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+# So many that training cannot end before it is killed twice.
+EPOCHS = 80
 Start = Callable[..., subprocess.Popen[str]]
 RunJob = Callable[..., Finished]
 
@@ -86,13 +89,14 @@ def test_a_worker_and_then_the_driver_killed_it_still_ends_where_one_undisturbed
     tiny: Tiny, tmp_path: Path, start_job: Start, run_job: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_vocabulary(tiny)
-    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=40, checkpoint_every=10, lr=1e-3, run="killed")
+    every = {"checkpoint_every": 10, "keep_checkpoints": 20}
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=EPOCHS, lr=1e-3, run="killed", **every)
     run = Run(f"{tiny.root}/dataset-runs/killed")
     driver = start_job("train", path)
     first = wait_for_checkpoint(run, driver)
-    os.kill(writer_of(run, first), signal.SIGKILL)
-    # Worker 0 is back when a checkpoint is there that another process wrote.
     killed, deadline = writer_of(run, first), time.monotonic() + 200
+    os.kill(killed, signal.SIGKILL)
+    # Worker 0 is back when a checkpoint is there that another process wrote.
     while True:
         newest = wait_for_checkpoint(run, driver, first)
         with contextlib.suppress(StatehouseError):  # pruned in between
@@ -100,8 +104,11 @@ def test_a_worker_and_then_the_driver_killed_it_still_ends_where_one_undisturbed
                 break
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    orphans = psutil.Process(driver.pid).children(recursive=True)
     driver.kill()
     driver.communicate()
+    _, alive = psutil.wait_procs(orphans, timeout=60)
+    assert all(one.status() == psutil.STATUS_ZOMBIE for one in alive), alive
     assert run.summary() is None, "it ended before it was killed"
     finished = run_job("train", path)
     assert finished.code == 0, finished.err
@@ -113,7 +120,7 @@ def test_a_worker_and_then_the_driver_killed_it_still_ends_where_one_undisturbed
     assert summary["workers"] == 2
     assert summary["loss_after"] < summary["loss_before"]
 
-    undisturbed = changed(tiny.request("undisturbed", epochs=40, lr=1e-3, checkpoint_every=1000))
+    undisturbed = changed(tiny.request("undisturbed", epochs=EPOCHS, lr=1e-3, checkpoint_every=1000))
     claim(undisturbed, open_sources(undisturbed))
     torch.set_num_threads(1)
     reference = train(undisturbed)
@@ -209,6 +216,7 @@ class NoRay:
     def _cluster(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(job, "start_ray", lambda: None)
         monkeypatch.setattr(job, "cluster_size", lambda: (4.0, 0.0))
+        monkeypatch.setattr(job, "fitting", lambda cpus, gpus: 0 if gpus else int(4 // cpus))
         monkeypatch.setattr(train_job, "_train", lambda *_: pytest.fail("it trained"))
 
 
