@@ -64,7 +64,7 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     store = open_store(recipe.dataset.uri)
     store.probe()
     if args.repair:
-        for key in clear_damaged_plan(store, plan):
+        for key in clear_damaged_plan(store, plan, sequences):
             job.log.warning("repair writes again key=%s", key)
     committed = publish_plan(store, plan, sequences)
     job.log.info(
@@ -116,7 +116,8 @@ def _sealed(store: ObjectStore) -> Seal | None:
 
 
 def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool, only: set[int] | None = None) -> set[int]:
-    """Shards to be extracted. Bad ones are deleted with `repair`, which reads every byte, and a ShardCorrupt without.
+    """Shards to be extracted. With `repair`, which reads every byte, those that were read twice and found bad both times
+    are deleted; without, a bad one is a ShardCorrupt. Missing ones are filled and never deleted.
 
     only: with `repair`, the shards that are checked.
     """
@@ -124,8 +125,8 @@ def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool, only: set[in
         raise StatehouseError(f"--shards {outside[0]}: the plan has shards 0 to {plan.geometry.shards - 1}")
     if repair:
         sealed = _sealed(store) is not None
-        bad = damaged_shards(store, plan, only)
-        for shard, reason in bad.items():
+        deleted = False
+        for shard, reason in damaged_shards(store, plan, only).items():
             # Another driver may have repaired, or even sealed, since the scan: its good shard must stay.
             if not sealed and _sealed(store) is not None:
                 raise ShardCorrupt(
@@ -134,7 +135,8 @@ def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool, only: set[in
             if shard in damaged_shards(store, plan, [shard]):
                 job.log.warning("repair deletes shard=%d reason=%s", shard, reason)
                 store.delete(layout.shard_key(shard))
-        if bad and not sealed:
+                deleted = True
+        if deleted and not sealed:
             store.delete(layout.SHARDS)  # left by a seal that was cut off: it would name the old receipts
     good, bad = scan_shards(store, plan)
     if bad:

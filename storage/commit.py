@@ -184,7 +184,7 @@ def publish_plan(store: ObjectStore, plan: Plan, sequences: pa.Table) -> bool:
     present = store.sizes()
     for key, data in layout.plan_objects(plan, sequences):
         expected = document.objects.get(key)
-        if present.get(key) == (expected.bytes if expected else None):
+        if expected is not None and present.get(key) == expected.bytes:
             continue
         if expected is None or expected.sha256 != digest(data):
             raise PlanConflict(

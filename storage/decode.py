@@ -101,25 +101,3 @@ def decode_planes(
         for plane in range(2):
             _chunk_into(data, part.start, footer, number, plane, identity, planes[plane], where)
             out[plane, low:high] = planes[plane, low - begin : high - begin]
-
-
-def decode_rows(
-    data: bytes | memoryview,
-    start: int,
-    footer: Footer,
-    first: int,
-    last: int,
-    identity: ShardIdentity,
-    offset_LH: np.ndarray | None,
-    where: str,
-) -> np.ndarray:
-    """Chunks first..last of a shard -> uint16 [rows of these chunks, L, H].
-
-    data: the object's bytes from `start` on, as `Footer.chunk_range` names them. Raises ShardCorrupt.
-    """
-    geometry = identity.geometry
-    chunk = geometry.chunk_tokens
-    out = np.empty(((last - first + 1) * chunk, geometry.layers, geometry.hidden_size), np.uint16)
-    part = Part(first, last, start, len(data))
-    decode_part(memoryview(data), part, footer, identity, offset_LH, first * chunk, out, where)
-    return out

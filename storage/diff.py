@@ -37,7 +37,7 @@ class Difference:
     only_a_tokens: int = 0
     only_b_tokens: int = 0
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # Shards with other bytes; only where both have the same plan.
+    # Shards with other bytes or other exponent offsets; only where both have the same plan.
     shards: list[int] | None = None
     states: Comparison = field(default_factory=Comparison)
 
@@ -48,7 +48,7 @@ class Difference:
 def diff_datasets(a: Dataset, b: Dataset, *, sample: int = 32) -> Difference:
     """Compares two datasets; states on at most `sample` of the sequences that both hold.
 
-    `same` says that fingerprints are equal: same contract, same sequences in the same places, same bytes.
+    `same` says that fingerprints are equal: same contract, same sequences in the same places, same bytes and exponent offsets.
     """
     mine, theirs = a.contract.model_dump(mode="json"), b.contract.model_dump(mode="json")
     recorded = [f"{k}: {mine[k]!r} != {theirs[k]!r}" for k in sorted(a.contract.RECORDED) if mine[k] != theirs[k]]
@@ -73,7 +73,8 @@ def diff_datasets(a: Dataset, b: Dataset, *, sample: int = 32) -> Difference:
     }
     if a.plan.hash == b.plan.hash and a.seal is not None and b.seal is not None:
         tables = [one.shards_table().select(["data_sha256", "index_sha256"]).to_pylist() for one in (a, b)]
-        found.shards = [at for at, (one, two) in enumerate(zip(*tables, strict=True)) if one != two]
+        offsets = a.seal.offset_hash != b.seal.offset_hash  # equal bytes are other values then
+        found.shards = [at for at, (one, two) in enumerate(zip(*tables, strict=True)) if offsets or one != two]
     if shared and (a.contract.layers, a.contract.hidden_size) == (b.contract.layers, b.contract.hidden_size):
         step = np.unique(np.linspace(0, len(shared) - 1, min(sample, len(shared))).astype(int))
         found.states = _states(a, b, [(rows_a[shared[at]], rows_b[shared[at]]) for at in step])

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from time import perf_counter
 
 import numpy as np
+from pydantic import ValidationError
 
 from storage.buffers import BufferPool, thread_scratch
 from storage.codecs import codec_by_name
@@ -28,34 +29,6 @@ _RECEIPT_ROOM = 1 << 20
 _buffers = BufferPool(idle_bytes=1 << 30)
 
 
-def encode_shard(
-    bits_TLH: np.ndarray,
-    identity: ShardIdentity,
-    shard: int,
-    sequences: int,
-    offset_LH: np.ndarray | None,
-    *,
-    written_by: Mapping[str, str | int | float] | None = None,
-    seconds: Mapping[str, float] | None = None,
-    quarantined: Mapping[str, str] | None = None,
-) -> tuple[bytes, Receipt]:
-    """The bytes of one shard object, and the receipt that lies in them.
-
-    bits_TLH: uint16 [T, L, H], the shard's rows from its beginning, 0 < T <= S. offset_LH: uint8 [L, H] or None.
-    """
-    data, receipt = encode_shard_view(
-        bits_TLH,
-        identity,
-        shard,
-        sequences,
-        offset_LH,
-        written_by=written_by,
-        seconds=seconds,
-        quarantined=quarantined,
-    )
-    return bytes(data), receipt
-
-
 def encode_shard_view(
     bits_TLH: np.ndarray,
     identity: ShardIdentity,
@@ -67,7 +40,11 @@ def encode_shard_view(
     seconds: Mapping[str, float] | None = None,
     quarantined: Mapping[str, str] | None = None,
 ) -> tuple[memoryview, Receipt]:
-    """`encode_shard` without its last copy: the buffer is used again once nobody looks at it any more."""
+    """The bytes of one shard object, and the receipt that lies in them. Their buffer is used again once nobody looks at it.
+
+    bits_TLH: uint16 [T, L, H], the shard's rows from its beginning, 0 < T <= S. offset_LH: uint8 [L, H] or None.
+    Raises ValueError when `written_by` or `seconds` hold what a receipt cannot, NaN for instance.
+    """
     began = perf_counter()
     geometry, codec = identity.geometry, codec_by_name(identity.codec)
     rows, chunk = len(bits_TLH), geometry.chunk_tokens
@@ -99,24 +76,31 @@ def encode_shard_view(
             position = end + _CRC.size
     index_bytes = add_crc32c(index.tobytes())
     rms, non_finite = statistics.result()
-    receipt = Receipt(
-        plan_hash=identity.plan_hash,
-        contract_hash=identity.contract_hash,
-        offset_hash=offset_hash(identity.codec, offset_LH),
-        codec=identity.codec,
-        shard=shard,
-        rows=rows,
-        sequences=sequences,
-        data_bytes=position,
-        data_sha256=hashlib.sha256(buffer[:position]).hexdigest(),
-        index_sha256=hashlib.sha256(index_bytes).hexdigest(),
-        layer_rms=rms,
-        non_finite=non_finite,
-        lossy_error=loss.result() if loss else None,
-        quarantined=dict(quarantined or {}),
-        written_by=dict(written_by or {}),
-        seconds={**(seconds or {}), "encode": round(perf_counter() - began, 4)},
-    )
+    try:
+        receipt = Receipt(
+            plan_hash=identity.plan_hash,
+            contract_hash=identity.contract_hash,
+            offset_hash=offset_hash(identity.codec, offset_LH),
+            codec=identity.codec,
+            shard=shard,
+            rows=rows,
+            sequences=sequences,
+            data_bytes=position,
+            data_sha256=hashlib.sha256(buffer[:position]).hexdigest(),
+            index_sha256=hashlib.sha256(index_bytes).hexdigest(),
+            layer_rms=rms,
+            non_finite=non_finite,
+            lossy_error=loss.result() if loss else None,
+            quarantined=dict(quarantined or {}),
+            written_by=dict(written_by or {}),
+            seconds={**(seconds or {}), "encode": round(perf_counter() - began, 4)},
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"shard {shard}: its receipt cannot hold {field} = {first['input']!r}: {first['msg']}"
+        ) from None
     text = receipt.model_dump_json().encode()
     if len(text) > _RECEIPT_ROOM - RECEIPT_TRAILER:
         raise ValueError(f"shard {shard}: a receipt of {len(text):,} bytes; leave out of written_by what is not needed")

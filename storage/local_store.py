@@ -118,30 +118,35 @@ class LocalStore(ObjectStore):
             os.replace(temporary, path)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        found: dict[str, int] = {}
-        top = self._path(prefix)
-        for folder, _, names in os.walk(top):
-            for name in names:
-                if not name.startswith(_TEMPORARY):
-                    path = Path(folder, name)
-                    with contextlib.suppress(FileNotFoundError):
-                        found[path.relative_to(self.root).as_posix()] = path.stat().st_size
-        return found
+        return {key: about.st_size for key, about in self._files(prefix) if not Path(key).name.startswith(_TEMPORARY)}
 
     def written(self) -> dict[str, tuple[int, datetime]]:
-        found: dict[str, tuple[int, datetime]] = {}
-        for folder, _, names in os.walk(self.root):
+        return {key: (about.st_size, datetime.fromtimestamp(about.st_mtime, UTC)) for key, about in self._files()}
+
+    def _files(self, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
+        """Every file. A folder or file that cannot be looked at is a StoreError: what is left out would pass for missing."""
+
+        def failed(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                self._fail(error, str(error.filename or prefix))
+
+        for folder, _, names in os.walk(self._path(prefix), onerror=failed):
             for name in names:
                 path = Path(folder, name)
-                with contextlib.suppress(FileNotFoundError):
-                    about = path.stat()
-                    when = datetime.fromtimestamp(about.st_mtime, UTC)
-                    found[path.relative_to(self.root).as_posix()] = (about.st_size, when)
-        return found
+                key = path.relative_to(self.root).as_posix()
+                try:
+                    yield key, path.stat()
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    self._fail(error, key)
 
     def folders(self, prefix: str = "") -> list[str]:
-        top = self._path(prefix)
-        return sorted(path.name for path in top.iterdir() if path.is_dir()) if top.is_dir() else []
+        try:
+            top = self._path(prefix)
+            return sorted(path.name for path in top.iterdir() if path.is_dir()) if top.is_dir() else []
+        except OSError as error:
+            self._fail(error, prefix)
 
     def delete(self, key: str) -> None:
         try:

@@ -6,13 +6,15 @@ is not the one the seal names is a ShardCorrupt that says which and what to do.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +34,7 @@ from storage.zarr_array import decode_chunk
 if TYPE_CHECKING:
     import torch
 
-# Decoded token chunks kept: 64 x (4 + 1) MiB, so 64 Mi tokens.
+# Decoded chunks kept, of token ids (4 MiB) and masks (1 MiB) together: 160 MiB, so both of 32 Mi tokens.
 _TOKEN_CACHE = 64
 # Opening compares every object's size with the seal up to this many shards: 10 list requests. Above, each shard is
 # checked when it is first read (as it is below, too).
@@ -70,6 +72,8 @@ class Dataset:
 
     def __init__(self, store: ObjectStore, *, partial: bool = False, threads: int = THREADS) -> None:
         self.store = store
+        self._options: dict[str, Any] = {"partial": partial, "threads": threads}
+        self._process = os.getpid()
         self._document = twice(lambda: load_plan_document(store))
         self.seal: Seal | None = None
         try:
@@ -94,10 +98,10 @@ class Dataset:
             self.sequences = self._without(self.plan.table, set(self.seal.quarantined))
         else:
             good, _ = scan_shards(store, self.plan)
-            self._digests = {shard: (r.data_sha256, r.index_sha256) for shard, (r, _) in good.items()}
-            for shard, (_, size) in good.items():
-                self._object_bytes[shard] = size
-            quarantined = {key for receipt, _ in good.values() for key in receipt.quarantined}
+            self._digests = {at: (one.receipt.data_sha256, one.receipt.index_sha256) for at, one in good.items()}
+            for shard, one in good.items():
+                self._object_bytes[shard] = one.object_bytes
+            quarantined = {key for one in good.values() for key in one.receipt.quarantined}
             self.sequences = self._without(self.plan.table.filter(pa.array(self._finished())), quarantined)
 
     def _finished(self) -> np.ndarray:
@@ -188,7 +192,16 @@ class Dataset:
     def _columns(self) -> dict[str, np.ndarray]:
         return {name: self.sequences[name].to_numpy() for name in ("start", "length")}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens it again: threads, connections and caches cannot be sent."""
+        return functools.partial(open_dataset, **self._options), (self.uri,)
+
     def _place(self, index: int) -> tuple[int, int]:
+        if os.getpid() != self._process:
+            raise StatehouseError(
+                f"{self.uri}: opened in process {self._process} and used in its fork {os.getpid()}, where the threads that "
+                "read are gone; call open_dataset in each process, or start them with 'spawn'"
+            )
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.uri}: sequence {index} of {len(self)}")
         columns = self._columns
@@ -331,7 +344,7 @@ def find_datasets(uri: str, *, depth: int = 3) -> list[str]:
                 if not name.startswith("."):
                     look(f"{prefix}/{name}" if prefix else name, left - 1)
 
-    if isinstance(store, LocalStore) and store.root.is_file():
+    if isinstance(store, LocalStore) and os.path.isfile(store.root):
         raise StatehouseError(f"{uri}: a file, expected a folder or a prefix that holds datasets")
     look("", depth)
     return sorted(found)

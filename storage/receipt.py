@@ -12,15 +12,15 @@ class LossyError(BaseModel):
     stored and the given state; tokens whose given state is all zero are left out.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     relative_l2: list[float]
     cosine: list[float]
 
 
 class Receipt(BaseModel):
-    """Keys of a later minor version are ignored."""
+    """Keys of a later minor version are ignored. NaN and infinities are refused: JSON has none."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     plan_hash: str
     contract_hash: str

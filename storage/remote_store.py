@@ -122,8 +122,17 @@ class RemoteStore(ObjectStore):
         return self._do(key, lambda: memoryview(self._obstore.get_range(self._store, key, start=start, length=length)))
 
     def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
+        from obstore.exceptions import NotSupportedError
+
         def tail() -> tuple[bytes, int]:
-            result = self._obstore.get(self._store, key, options={"range": {"suffix": length}})
+            try:
+                result = self._obstore.get(self._store, key, options={"range": {"suffix": length}})
+            except NotSupportedError:  # Azure has no suffix ranges, so obstore refuses them
+                size = self._obstore.head(self._store, key)["size"]
+                if not size:
+                    return b"", 0
+                start = max(0, size - length)
+                return bytes(self._obstore.get_range(self._store, key, start=start, end=size)), size
             return bytes(result.bytes()), result.meta["size"]
 
         try:

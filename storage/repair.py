@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import pyarrow as pa
+
 from storage import layout
+from storage.codecs import codec_by_name
 from storage.commit import (
     PlanDocument,
     digest,
@@ -26,13 +31,16 @@ from storage.commit import (
     load_plan,
     load_plan_document,
     offset_hash,
+    restore_command,
 )
 from storage.errors import DatasetMissing, DatasetNotSealed, PlanConflict, ShardCorrupt, StatehouseError
+from storage.fetch import twice
 from storage.objects import ObjectMissing, ObjectStore
 from storage.plan import Plan
+from storage.proof import Proof
 from storage.receipt import Receipt
 from storage.seal import Seal, load_seals, load_shards_table, receipt_copy, reseal, scan_shards, seal_key
-from storage.shard import ShardIdentity, pack_trailer, read_footer
+from storage.shard import ShardIdentity, corrupt, pack_trailer, read_footer
 from storage.shard_check import Progress, require_shard
 from storage.verify import Finding, Report, verify
 from storage.writer import shard_identity
@@ -60,8 +68,9 @@ def repair(
     for _ in range(_ROUNDS):
         if report.ok:
             break
+        proof = None if copy is None else _proof(store, copy)
         for finding in report.findings:
-            if copy is not None and _restore(store, copy, finding.key, say):
+            if copy is not None and proof is not None and _restore(store, copy, finding.key, proof, say):
                 say(f"{finding.key}: restored from {copy.uri} ({finding.what})")
         _make_again(store, report, say)
         # Once more: what belongs to a shard can be judged only when the shard is there again.
@@ -82,7 +91,8 @@ def _older(store: ObjectStore, copy: ObjectStore) -> bool:
 
 def _restore_documents(store: ObjectStore, copy: ObjectStore, say: Say) -> None:
     """plan.json and the seals: everything else is checked against them."""
-    theirs = load_plan_document(copy)
+    theirs, seals = twice(lambda: load_plan_document(copy)), twice(lambda: load_seals(copy))
+    proof = Proof(theirs, seals, None)
     try:
         ours: PlanDocument | None = load_plan_document(store)
     except (DatasetMissing, ShardCorrupt):
@@ -98,9 +108,8 @@ def _restore_documents(store: ObjectStore, copy: ObjectStore, say: Say) -> None:
                 f"{store.uri}: its {layout.PLAN} is lost, and nothing else here says that it was the plan of {copy.uri} "
                 f"({theirs.plan_hash[:12]}); if it is, copy the whole dataset to a new place with `statehouse cp`"
             )
-        if _restore(store, copy, layout.PLAN, say):
+        if _restore(store, copy, layout.PLAN, proof, say):
             say(f"{layout.PLAN}: restored from {copy.uri}")
-    seals = load_seals(copy)
     try:
         load_seals(store)
     except StatehouseError:
@@ -110,7 +119,7 @@ def _restore_documents(store: ObjectStore, copy: ObjectStore, say: Say) -> None:
         try:
             found = load_document(store, key, Seal)
         except (ObjectMissing, ShardCorrupt):
-            if _restore(store, copy, key, say):
+            if _restore(store, copy, key, proof, say):
                 say(f"{key}: restored from {copy.uri}")
             continue
         if found.fingerprint != seal.fingerprint:
@@ -137,11 +146,32 @@ def _require_same_shards(store: ObjectStore, copy: ObjectStore, document: PlanDo
             )
 
 
-def _restore(store: ObjectStore, copy: ObjectStore, key: str, say: Say) -> bool:
+def _proof(store: ObjectStore, copy: ObjectStore) -> Proof | None:
+    """What our plan and seals, which are restored by now, say of the copy's bytes. None when they are not readable."""
     try:
+        document, seals = load_plan_document(store), load_seals(store)
+    except StatehouseError:
+        return None
+    for place in (store, copy):
+        with contextlib.suppress(ShardCorrupt):
+            return Proof(document, seals, load_shards_table(place, seals[-1]))
+    return Proof(document, seals, None)
+
+
+def _restore(store: ObjectStore, copy: ObjectStore, key: str, proof: Proof, say: Say) -> bool:
+    def checked() -> bytes:
         data = copy.get(key)
+        if (what := proof.wrong(key, data)) is not None:
+            raise ShardCorrupt(what)
+        return data
+
+    try:
+        data = twice(checked)
     except ObjectMissing:
         say(f"{key}: the copy {copy.uri} has none either")
+        return False
+    except ShardCorrupt as error:
+        say(f"{key}: not restored, the one in the copy {copy.uri} is damaged, too ({error})")
         return False
     store.put(key, data)
     return True
@@ -157,9 +187,9 @@ def _make_again(store: ObjectStore, report: Report, say: Say) -> None:
     except StatehouseError:
         return
     good, bad = scan_shards(store, plan)
-    for shard, (receipt, _) in good.items():
+    for shard, one in good.items():
         if (key := layout.receipt_key(shard)) in damaged:
-            store.put(key, receipt_copy(receipt))
+            store.put(key, receipt_copy(one.receipt))
             say(f"{key}: made again from its shard")
     if any(key.startswith("shards") for key in damaged) and not bad and len(good) == plan.geometry.shards:
         try:
@@ -188,14 +218,16 @@ def restore_offset(store: ObjectStore) -> bool:
     return True
 
 
-def clear_damaged_plan(store: ObjectStore, plan: Plan) -> list[str]:
-    """Deletes damaged objects of the plan, so that `publish_plan` writes them again; returns their keys.
+def clear_damaged_plan(store: ObjectStore, plan: Plan, sequences: pa.Table | None = None) -> list[str]:
+    """Deletes objects of the plan that were read twice and are damaged, so that `publish_plan` writes them again; returns
+    their keys.
 
-    plan: made again from the same input. A damaged plan.json is deleted only if something else in the store names the
-    plan that will replace it. Raises PlanConflict otherwise.
+    plan: made again from the same input. sequences: the table it was made from; with it, an object is deleted only if the
+    one that would replace it has the digest that plan.json names. A damaged plan.json is deleted only if something else in
+    the store names the plan that will replace it. Raises PlanConflict otherwise; then nothing is deleted.
     """
     try:
-        document = load_plan_document(store)
+        document = twice(lambda: load_plan_document(store))
     except DatasetMissing:
         return []
     except ShardCorrupt as error:
@@ -206,15 +238,26 @@ def clear_damaged_plan(store: ObjectStore, plan: Plan) -> list[str]:
             ) from None
         store.delete(layout.PLAN)
         return [layout.PLAN]
-    cleared = []
-    for key, expected in document.objects.items():
+    if document.plan_hash != plan.hash:
+        return []  # `publish_plan` says how they differ
+    damaged = []
+    for key in document.objects:
         try:
-            if digest(store.get(key)) != expected.sha256:
-                store.delete(key)
-                cleared.append(key)
+            if all(digest(store.get(key)) != document.objects[key].sha256 for _ in range(2)):
+                damaged.append(key)
         except ObjectMissing:
             pass
-    return cleared
+    if damaged and sequences is not None:
+        for key, data in layout.plan_objects(plan, sequences):
+            if key in damaged and digest(data) != document.objects[key].sha256:
+                raise PlanConflict(
+                    f"{store.uri}/{key}: damaged, and the versions here write it with sha256 {digest(data)[:12]}, plan.json "
+                    f"says {document.objects[key].sha256[:12]}; repair it with those that made it ({document.written_by}), "
+                    f"or with `{restore_command(store.uri)}`"
+                )
+    for key in damaged:
+        store.delete(key)
+    return damaged
 
 
 def _plan_hashes(store: ObjectStore) -> set[str]:
@@ -244,36 +287,35 @@ def _json(data: bytes) -> dict[str, Any]:
 def damaged_shards(
     store: ObjectStore, plan: Plan, only: Iterable[int] | None = None, *, threads: int = 4
 ) -> dict[int, str]:
-    """{shard: why} of planned shards that are not whole, every byte read. Missing ones are in it only when sealed.
+    """{shard: why} of planned shards that were read, every byte, and are not whole. Missing ones are not in it.
 
-    A whole shard of this plan that is not the sealed one is no damage: `settle` decides what becomes of it.
+    Each is asked for by its key, since a list may leave objects out. A whole shard of this plan that is not the sealed one
+    is no damage: `settle` decides what becomes of it. Raises ShardCorrupt when the offsets that shards were encoded with
+    are lost: then nothing can be said of any shard.
     """
     identity, rows = shard_identity(plan), plan.shard_rows()
     offset = offset_hash(plan.codec, load_offset(store, (plan.geometry.layers, plan.geometry.hidden_size)))
-    present = set(store.sizes("hidden"))
-    sealed = _is_sealed(store)
+    no_offset = offset is None and codec_by_name(plan.codec).needs_offset
     bad: dict[int, str] = {}
 
     def check(shard: int) -> None:
-        if layout.shard_key(shard) not in present:
-            if sealed:
-                bad[shard] = f"{store.uri}/{layout.shard_key(shard)}: missing"
+        if no_offset:
+            if store.exists(layout.shard_key(shard)):
+                raise ShardCorrupt(
+                    f"{store.uri}/{layout.OFFSET}: missing, though shard {shard} was encoded with it; restore it with "
+                    f"`{restore_command(store.uri)}`, or delete hidden/c yourself to extract all shards again"
+                )
             return
         try:
             require_shard(store, identity, shard, offset=offset, rows=int(rows[shard]))
-        except (ShardCorrupt, ObjectMissing) as error:
+        except ObjectMissing:
+            pass
+        except ShardCorrupt as error:
             bad[shard] = str(error)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(check, range(plan.geometry.shards) if only is None else only))
     return dict(sorted(bad.items()))
-
-
-def _is_sealed(store: ObjectStore) -> bool:
-    try:
-        return bool(load_seals(store))
-    except DatasetNotSealed:
-        return False
 
 
 def settle(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = None) -> Seal:
@@ -292,14 +334,27 @@ def settle(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = N
         shard, before = row["shard"], Receipt.model_validate_json(row["receipt"])
         key = layout.shard_key(shard)
         try:
-            now = read_footer(store, key, identity, shard, offset=newest.offset_hash).receipt
+            found = read_footer(store, key, identity, shard, offset=newest.offset_hash)
         except ObjectMissing:
             continue
+        now = found.receipt
         same = (now.data_sha256, now.index_sha256) == (before.data_sha256, before.index_sha256)
-        if same and now != before:
-            store.put(key, replace_receipt(store.get(key), identity, now, row["receipt"].encode()))
+        if same and found.text != row["receipt"]:
+            data = replace_receipt(
+                twice(partial(_sealed_data, store, key, before, identity)), identity, now, row["receipt"].encode()
+            )
+            store.put(key, data)
             store.put(layout.receipt_key(shard), receipt_copy(before))
     return reseal(store, plan, provenance)
+
+
+def _sealed_data(store: ObjectStore, key: str, sealed: Receipt, identity: ShardIdentity) -> bytes:
+    """A shard object whose data and index are those that were sealed. Raises ShardCorrupt."""
+    data = store.get(key)
+    found = hashlib.sha256(memoryview(data)[: sealed.data_bytes]).hexdigest()
+    if (found, digest(data[-identity.index_bytes :])) != (sealed.data_sha256, sealed.index_sha256):
+        raise corrupt(f"{store.uri}/{key}", f"sha256 {found[:12]}, its receipt says {sealed.data_sha256[:12]}")
+    return data
 
 
 def replace_receipt(data: bytes, identity: ShardIdentity, receipt: Receipt, text: bytes) -> bytes:

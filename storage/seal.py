@@ -12,7 +12,7 @@ import base64
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -82,6 +82,14 @@ class Seal(BaseModel):
     offset_object: str | None = None
 
 
+class Scanned(NamedTuple):
+    """What the footer of a shard says. text: the receipt as it is written, with the keys of a later minor version."""
+
+    receipt: Receipt
+    object_bytes: int
+    text: str
+
+
 def seal_key(number: int) -> str:
     return layout.SEAL if number == 1 else f"seal-{number:04d}.json"
 
@@ -92,32 +100,30 @@ def shards_table_key(number: int) -> str:
 
 def scan_shards(
     store: ObjectStore, plan: Plan, only: Iterable[int] | None = None, threads: int = 16
-) -> tuple[dict[int, tuple[Receipt, int]], dict[int, str]]:
-    """Reads the footer of every planned shard: {shard: (receipt, object bytes)} of the good ones, {shard: why} of the bad.
+) -> tuple[dict[int, Scanned], dict[int, str]]:
+    """Reads the footer of every planned shard: what the good ones say, {shard: why} of the bad.
 
-    Shards in neither are missing. Bad: damaged, of another plan, or with other offsets than those stored.
+    Shards in neither are missing: each is asked for by its key, since a list may leave objects out. Bad: damaged, of
+    another plan, or with other offsets than those stored.
     """
     identity: ShardIdentity = shard_identity(plan)
     offset = offset_hash(plan.codec, load_offset(store, (plan.geometry.layers, plan.geometry.hidden_size)))
-    sizes = store.sizes("hidden")
     rows = plan.shard_rows()
-    wanted = range(plan.geometry.shards) if only is None else only
-    present = [shard for shard in wanted if layout.shard_key(shard) in sizes]
-    good: dict[int, tuple[Receipt, int]] = {}
+    good: dict[int, Scanned] = {}
     bad: dict[int, str] = {}
 
     def check(shard: int) -> None:
         key = layout.shard_key(shard)
         try:
             footer = read_footer(store, key, identity, shard, offset=offset, rows=int(rows[shard]))
-            good[shard] = (footer.receipt, sizes[key])
+            good[shard] = Scanned(footer.receipt, footer.object_bytes, footer.text)
         except ObjectMissing:
             pass
         except ShardCorrupt as error:
             bad[shard] = str(error)
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(check, present))
+        list(pool.map(check, range(plan.geometry.shards) if only is None else only))
     return good, bad
 
 
@@ -133,7 +139,7 @@ def seal_dataset(
     Raises ShardCorrupt naming bad shards, DatasetNotSealed naming missing ones or too many quarantined sequences.
     """
     receipts = _all_receipts(store, plan)
-    quarantined = {key: why for receipt, _ in receipts for key, why in receipt.quarantined.items()}
+    quarantined = {key: why for one in receipts for key, why in one.receipt.quarantined.items()}
     if len(quarantined) > max_quarantine_share * len(plan.table):
         key, why = min(quarantined.items())
         raise DatasetNotSealed(
@@ -148,7 +154,7 @@ def seal_dataset(
         if seal is not None:
             return seal
         found = _seals(store)
-    if found[-1].fingerprint != _fingerprint(plan.contract.hash, plan.hash, _digests(receipts)):
+    if found[-1].fingerprint != _fingerprint_of(plan, receipts):
         raise ShardCorrupt(
             f"{store.uri}/{seal_key(found[-1].number)}: seals {found[-1].fingerprint[:12]}, but the shards make another "
             "content; somebody changed shards after the seal: run `python -m ray_jobs.extract RECIPE --repair`, "
@@ -179,10 +185,13 @@ def reseal(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = N
     before = {row["shard"]: tuple(row[name] for name in names) for row in sealed.to_pylist()}
     changed = [row["shard"] for row in table.to_pylist() if before.get(row["shard"]) != tuple(row[n] for n in names)]
     if not len(sealed):  # the old table is lost: only the fingerprint tells whether anything changed
-        same = newest.fingerprint == _fingerprint(plan.contract.hash, plan.hash, _digests(receipts))
+        same = newest.fingerprint == _fingerprint_of(plan, receipts)
         changed = [] if same else changed
     seal = _publish(store, plan, receipts, newest.number + 1, newest.fingerprint, changed, provenance)
-    if seal is None:
+    if seal is None:  # somebody else's, or our own whose answer was lost
+        seal = load_seal(store)
+        if (seal.parent, seal.fingerprint) == (newest.fingerprint, _fingerprint_of(plan, receipts)):
+            return seal
         raise ShardCorrupt(
             f"{store.uri}/{seal_key(newest.number + 1)}: another repair sealed at the same time; "
             f"run `statehouse verify {store.uri}`"
@@ -190,7 +199,7 @@ def reseal(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = N
     return seal
 
 
-def _all_receipts(store: ObjectStore, plan: Plan) -> list[tuple[Receipt, int]]:
+def _all_receipts(store: ObjectStore, plan: Plan) -> list[Scanned]:
     good, bad = scan_shards(store, plan)
     if bad:
         shard, why = min(bad.items())
@@ -203,9 +212,9 @@ def _all_receipts(store: ObjectStore, plan: Plan) -> list[tuple[Receipt, int]]:
     return [good[shard] for shard in range(plan.geometry.shards)]
 
 
-def _complete_copies(store: ObjectStore, receipts: list[tuple[Receipt, int]]) -> None:
+def _complete_copies(store: ObjectStore, receipts: list[Scanned]) -> None:
     copies = store.sizes("receipts")
-    for receipt, _ in receipts:  # a writer killed between a shard and its copy left it out
+    for receipt, _, _ in receipts:  # a writer killed between a shard and its copy left it out
         if layout.receipt_key(receipt.shard) not in copies:
             store.put(layout.receipt_key(receipt.shard), receipt_copy(receipt))
 
@@ -215,18 +224,19 @@ def receipt_copy(receipt: Receipt) -> bytes:
     return receipt.model_dump_json(indent=1).encode() + b"\n"
 
 
-def _digests(receipts: list[tuple[Receipt, int]]) -> list[list[str]]:
-    return [[receipt.data_sha256, receipt.index_sha256] for receipt, _ in receipts]
+def _fingerprint_of(plan: Plan, receipts: list[Scanned]) -> str:
+    digests = [[one.receipt.data_sha256, one.receipt.index_sha256] for one in receipts]
+    return _fingerprint(plan.contract.hash, plan.hash, receipts[0].receipt.offset_hash, digests)
 
 
-def _fingerprint(contract_hash: str, plan_hash: str, shards: list[list[str]]) -> str:
-    return sha256_json({"contract": contract_hash, "plan": plan_hash, "shards": shards})
+def _fingerprint(contract_hash: str, plan_hash: str, offset: str | None, shards: list[list[str]]) -> str:
+    return sha256_json({"contract": contract_hash, "offset": offset, "plan": plan_hash, "shards": shards})
 
 
 def _publish(
     store: ObjectStore,
     plan: Plan,
-    receipts: list[tuple[Receipt, int]],
+    receipts: list[Scanned],
     number: int,
     parent: str | None,
     changed: list[int],
@@ -242,11 +252,11 @@ def _publish(
             )
         data = layout.parquet_bytes(table)
         store.put(key, data)  # left by a repair that was cut off before its seal: nothing names it
-    first = receipts[0][0]
+    first = receipts[0].receipt
     seal = Seal(
         format=layout.FORMAT,
         format_version=layout.FORMAT_VERSION,
-        fingerprint=_fingerprint(plan.contract.hash, plan.hash, _digests(receipts)),
+        fingerprint=_fingerprint_of(plan, receipts),
         plan_hash=plan.hash,
         contract_hash=plan.contract.hash,
         offset_hash=first.offset_hash,
@@ -256,8 +266,8 @@ def _publish(
         loss_tokens=plan.loss_tokens,
         shards=plan.geometry.shards,
         raw_bytes=plan.tokens * plan.geometry.bytes_per_token,
-        stored_bytes=sum(size for _, size in receipts),
-        quarantined={key: why for receipt, _ in receipts for key, why in receipt.quarantined.items()},
+        stored_bytes=sum(one.object_bytes for one in receipts),
+        quarantined={key: why for one in receipts for key, why in one.receipt.quarantined.items()},
         sealed_at=datetime.now(UTC).isoformat(timespec="seconds"),
         written_by=package_versions("statehouse", "pyarrow", "numpy", "zstandard"),
         provenance=provenance or {},
@@ -343,10 +353,11 @@ def load_shards_table(store: ObjectStore, seal: Seal) -> pa.Table:
         )
     table = pq.read_table(pa.BufferReader(data))
     digests = zip(table["data_sha256"].to_pylist(), table["index_sha256"].to_pylist(), strict=True)
-    if _fingerprint(seal.contract_hash, seal.plan_hash, [list(pair) for pair in digests]) != seal.fingerprint:
+    shards = [list(pair) for pair in digests]
+    if _fingerprint(seal.contract_hash, seal.plan_hash, seal.offset_hash, shards) != seal.fingerprint:
         raise ShardCorrupt(
-            f"{store.uri}/{seal_key(seal.number)}: its fingerprint {seal.fingerprint[:12]} is not that of its contract, plan "
-            f"and shards; restore it with `{restore_command(store.uri)}`"
+            f"{store.uri}/{seal_key(seal.number)}: its fingerprint {seal.fingerprint[:12]} is not that of its contract, plan, "
+            f"offsets and shards; restore it with `{restore_command(store.uri)}`"
         )
     return table
 
@@ -359,14 +370,14 @@ def _holds(data: bytes, table: pa.Table) -> bool:
         return False
 
 
-def _shards_table(receipts: list[tuple[Receipt, int]]) -> pa.Table:
+def _shards_table(receipts: list[Scanned]) -> pa.Table:
     columns: dict[str, list[Any]] = {
-        name: [getattr(receipt, name) for receipt, _ in receipts]
+        name: [getattr(one.receipt, name) for one in receipts]
         for name in SHARDS_SCHEMA.names
         if name not in ("object_bytes", "receipt")
     }
-    columns["object_bytes"] = [size for _, size in receipts]
-    columns["receipt"] = [receipt.model_dump_json() for receipt, _ in receipts]
+    columns["object_bytes"] = [one.object_bytes for one in receipts]
+    columns["receipt"] = [one.text for one in receipts]
     return pa.table({name: columns[name] for name in SHARDS_SCHEMA.names}, schema=SHARDS_SCHEMA)
 
 

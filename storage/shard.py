@@ -71,11 +71,15 @@ def pack_trailer(receipt: bytes) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Footer:
-    """A shard's receipt and index, read back. index: uint64 [2, S/C, 2] (offset, size). object_bytes: of all of it."""
+    """A shard's receipt and index, read back. index: uint64 [2, S/C, 2] (offset, size). object_bytes: of all of it.
+
+    text: the receipt as it is written, with the keys of a later minor version.
+    """
 
     receipt: Receipt
     index: np.ndarray
     object_bytes: int
+    text: str = ""
 
     def chunk_range(self, first: int, last: int) -> tuple[int, int]:
         """(start, length) in bytes of chunks first..last of both planes: one range, by construction of the object."""
@@ -151,4 +155,4 @@ def _parse_footer(tail: bytes, size: int, identity: ShardIdentity, where: str, s
     used = -(-receipt.rows // identity.geometry.chunk_tokens)
     if (index[:, :used] == ABSENT).any() or (index[:, used:] != ABSENT).any():
         raise corrupt(where, f"its index does not hold exactly the {used} chunks that {receipt.rows} rows need")
-    return Footer(receipt, index, size)
+    return Footer(receipt, index, size, text.decode())

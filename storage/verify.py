@@ -11,6 +11,7 @@ Nothing is changed and nothing raised for damage: a `Report` lists every finding
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -122,6 +123,15 @@ def unplanned_keys(sizes: Iterable[str], document: PlanDocument, seals: int) -> 
     )
 
 
+def seals_beyond(keys: Iterable[str], seals: int) -> list[str]:
+    """Keys that say that there were more seals than an unbroken chain of `seals`: later seals, and their tables of receipts.
+
+    The table just after the chain says nothing: a repair that was cut off before its seal leaves it.
+    """
+    numbered = ((key, re.fullmatch(r"(?:seal-(\d{4,})\.json|shards-(\d{4,})\.parquet)", key)) for key in keys)
+    return sorted(key for key, found in numbered if found and int(found[1] or int(found[2]) - 1) > seals)
+
+
 class _Check:
     def __init__(
         self, store: ObjectStore, full: bool, only: Iterable[int] | None, progress: Progress, threads: int
@@ -167,6 +177,9 @@ class _Check:
             self._sequence_ids(plan)
         seals = self.seal.number if self.seal else 0
         self.report.unplanned = unplanned_keys(sizes, self.document, seals)
+        if self.seal and (beyond := seals_beyond(sizes, seals)):
+            what = f"missing, though {beyond[0]} is there"
+            self.bad(seal_key(seals + 1), what, restore_command(self.store.uri))
         self.report.findings.sort(key=lambda finding: (finding.shard is not None, finding.shard or 0, finding.key))
         return self.report
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         console = Console(quiet=args.json, width=None if sys.stdout.isatty() else 160)
         outcome = function(args, console)
         if args.json:
-            print(json.dumps(outcome.document, indent=1))
+            print(json.dumps(_finite(outcome.document), indent=1, allow_nan=False))
         if outcome.code:
             sys.exit(outcome.code)
     except StatehouseError as error:
@@ -61,6 +63,15 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("stopped; nothing is half written, the same command carries on", file=sys.stderr)
         sys.exit(130)
+
+
+def _finite(value: Any) -> Any:
+    """A document with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from storage.cli.console import Outcome, bar, command, size
+from storage.cli.console import Outcome, amount, bar, command, count, size
 from storage.commit import load_plan
 from storage.gc import delete_garbage, find_garbage
 from storage.objects import open_store
@@ -36,7 +36,7 @@ def register(commands: Any) -> None:
         "--quick", action="store_true", help="list, sizes, receipts and tables: one request a shard (default)"
     )
     mode.add_argument("--full", action="store_true", help="every byte: digests, checksums, tokens, tables")
-    check.add_argument("--threads", type=int, default=4, help="shards read at once (default 4)")
+    check.add_argument("--threads", type=count, default=4, help="shards read at once (default 4)")
 
     seal = command(
         commands,
@@ -47,7 +47,11 @@ def register(commands: Any) -> None:
         example="statehouse seal s3://bucket/datasets/kimi-k25",
     )
     seal.add_argument(
-        "--max-quarantine", type=float, default=0.01, metavar="SHARE", help="accept this share of lost sequences (0.01)"
+        "--max-quarantine",
+        type=amount(1, "a share"),
+        default=0.01,
+        metavar="SHARE",
+        help="accept this share of lost sequences (0.01)",
     )
 
     mend = command(
@@ -69,7 +73,7 @@ def register(commands: Any) -> None:
         example="statehouse gc s3://bucket/datasets/kimi-k25",
     )
     collect.add_argument("--delete", action="store_true", help="really delete; without it nothing is changed")
-    collect.add_argument("--older-than", type=float, default=24.0, metavar="HOURS", help="default 24")
+    collect.add_argument("--older-than", type=amount(1e6, "hours"), default=24.0, metavar="HOURS", help="default 24")
 
 
 def _verify(args: argparse.Namespace, console: Console) -> Outcome:
@@ -82,7 +86,7 @@ def _verify(args: argparse.Namespace, console: Console) -> Outcome:
     store = open_store(args.uri)
     total = sum(store.sizes().values()) if args.full else None
     with bar(args, "verify", total) as advance:
-        report = verify(store, full=args.full, progress=advance, threads=max(1, args.threads))
+        report = verify(store, full=args.full, progress=advance, threads=args.threads)
     return show_report(report, console)
 
 

@@ -60,6 +60,18 @@ def count(text: str) -> int:
     return value
 
 
+def amount(most: float, what: str) -> Callable[[str], float]:
+    """An argument that must be a number from 0 to `most`; NaN and infinity are none."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not 0 <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected {what} from 0 to {most:,g}, found {text}")
+        return value
+
+    return number
+
+
 def size(amount: int) -> str:
     """Bytes for people: 1,234 B, 12.3 MiB, ..."""
     value = float(amount)

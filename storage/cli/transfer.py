@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from storage.cli.check import show_report
-from storage.cli.console import Outcome, bar, command, size
+from storage.cli.console import Outcome, bar, command, count, size
 from storage.convert.filling import Imported
 from storage.convert.specforge import export_specforge, import_specforge
 from storage.convert.speculators import export_speculators, import_speculators
@@ -32,7 +32,9 @@ def register(commands: Any) -> None:
         example="statehouse cp s3://bucket/datasets/kimi-k25 /backup/kimi-k25",
     )
     copy.add_argument("--full", action="store_true", help="read every byte of the copy again at the end")
-    copy.add_argument("--threads", type=int, default=2, help="shards on their way at once, each in memory (default 2)")
+    copy.add_argument(
+        "--threads", type=count, default=2, help="shards on their way at once, each in memory (default 2)"
+    )
 
     take = command(
         commands,
@@ -78,7 +80,7 @@ def _cp(args: argparse.Namespace, console: Console) -> Outcome:
     """
     source, target = open_store(args.source), open_store(args.target)
     with bar(args, "copy", copy_bytes(source)) as advance:
-        report = copy_dataset(source, target, full=args.full, threads=max(1, args.threads), progress=advance)
+        report = copy_dataset(source, target, full=args.full, threads=args.threads, progress=advance)
     return show_report(report, console)
 
 

@@ -7,6 +7,7 @@ a dataset's usual life: plan, fill, seal. Run it again after any failure: finish
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,20 @@ def _codec(name: str) -> Any:
     return codec_by_name(name)
 
 
+def to_token_ids(values: np.ndarray, where: str) -> np.ndarray:
+    """Token ids as int32 [T]. Raises ShardCorrupt for what is none: nulls, fractions, ids below 0 or from 2**31 on."""
+    if not len(values):
+        raise ShardCorrupt(f"{where}: holds no tokens; leave it out")
+    if values.dtype.kind not in "iu":
+        raise ShardCorrupt(f"{where}: input_ids of {values.dtype} (nulls?), expected whole numbers; make it again")
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= 2**31:
+        raise ShardCorrupt(
+            f"{where}: token id {low if low < 0 else high}, expected 0 to {2**31 - 1:,}; make it again or leave it out"
+        )
+    return values.astype(np.int32)
+
+
 def prompt_group(token_ids: np.ndarray, loss_mask: np.ndarray) -> str:
     """The id of what stands before the first loss token: samples that share a prompt share their group."""
     first = int(np.argmax(loss_mask)) if loss_mask.any() else len(token_ids)
@@ -147,12 +162,13 @@ def load_contract(given: str | None, folder: Path) -> Contract:
     Raises StatehouseError naming the field that is missing or wrong.
     """
     where = given or str(folder / NOTE)
-    if given is not None and not Path(given).is_file():
+    if given is not None and not os.path.isfile(given):
         return load_plan_document(open_store(given)).contract
     try:
         document = json.loads(Path(where).read_text())
         if isinstance(document, dict):
             document = document.get("plan", document)
+        if isinstance(document, dict):
             document = document.get("contract", document)
         return Contract.model_validate(document)
     except FileNotFoundError:
@@ -162,8 +178,12 @@ def load_contract(given: str | None, folder: Path) -> Contract:
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
-        raise StatehouseError(f"{where}: contract field {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (OSError, ValueError) as error:
+        field = ".".join(map(str, first["loc"]))
+        raise StatehouseError(
+            f"{where}: {f'contract field {field}' if field else 'no contract'}: {first['msg']}; expected JSON with the fields "
+            "of a contract, as `statehouse info URI --json | jq .plan.contract` prints it"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise StatehouseError(f"{where}: no contract ({error}); expected JSON with the fields of a contract") from None
 
 

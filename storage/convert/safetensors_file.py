@@ -6,9 +6,10 @@ u64 header length, JSON header {name: {dtype, shape, data_offsets}}, then the te
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -30,14 +31,32 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(text)
             if len(text) < length or not isinstance(header, dict):
                 raise ValueError("the header is cut off")
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            for name, entry in entries.items():
+                _require_entry(name, entry)
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             if path.stat().st_size != 8 + length + end:
                 raise ValueError(f"{path.stat().st_size:,} bytes, its header makes {8 + length + end:,}")
     except FileNotFoundError:
         raise StatehouseError(f"{path}: no such file; check the folder") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ShardCorrupt(f"{path}: no whole safetensors file ({error}); make it again or leave it out") from None
     return header, 8 + length
+
+
+def _require_entry(name: str, entry: Any) -> None:
+    """Raises ValueError when a tensor's entry in the header is not {dtype, shape, data_offsets}."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"tensor {name!r} is described by {type(entry).__name__}, expected dtype, shape, data_offsets")
+    offsets, shape = entry.get("data_offsets"), entry.get("shape")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"tensor {name!r} has data_offsets {offsets}, expected [begin, end]")
+    if not _whole_numbers(shape) or not isinstance(entry.get("dtype"), str):
+        raise ValueError(f"tensor {name!r} has dtype {entry.get('dtype')} and shape {shape}, expected a name and sizes")
+
+
+def _whole_numbers(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def read_tensor(path: Path, name: str) -> tuple[np.ndarray, str]:
@@ -53,7 +72,7 @@ def read_tensor(path: Path, name: str) -> tuple[np.ndarray, str]:
     with open(path, "rb") as file:
         file.seek(base + low)
         data = file.read(high - low)
-    if len(data) != int(np.prod(entry["shape"])) * dtype.itemsize:
+    if len(data) != math.prod(entry["shape"]) * dtype.itemsize:
         raise ShardCorrupt(f"{path}: tensor {name!r} is cut off; make the file again or leave it out")
     return np.frombuffer(data, dtype).reshape(entry["shape"]), entry["dtype"]
 

@@ -23,6 +23,7 @@ from storage.convert.filling import (
     import_samples,
     load_contract,
     prompt_group,
+    to_token_ids,
     write_note,
     write_whole,
 )
@@ -80,8 +81,15 @@ def _samples(paths: list[Path], contract: Contract, source: str, skipped: dict[s
 
 def _sample(path: Path, contract: Contract, source: str) -> Sample:
     data = load_features(path)
-    token_ids = data["input_ids"].reshape(-1).numpy().astype(np.int32)
-    loss_mask = data["loss_mask"].reshape(-1).numpy().astype(bool)
+    ids = data["input_ids"].reshape(-1)
+    if ids.is_floating_point() or ids.is_complex():
+        raise ShardCorrupt(f"{path}: input_ids of {ids.dtype}, expected whole numbers; make it again or leave it out")
+    token_ids = to_token_ids(ids.numpy(), str(path))
+    loss_mask = (data["loss_mask"].reshape(-1) != 0).numpy()
+    if loss_mask.shape != token_ids.shape:
+        raise ShardCorrupt(
+            f"{path}: loss_mask of {len(loss_mask)}, its input_ids are {len(token_ids)}; make it again or leave it out"
+        )
     expected = {
         "aux_hidden_state": [len(token_ids), len(contract.capture_layers) * contract.hidden_size],
         "hidden_state": [len(token_ids), contract.hidden_size],

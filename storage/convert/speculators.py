@@ -25,6 +25,7 @@ from storage.convert.filling import (
     import_samples,
     load_contract,
     prompt_group,
+    to_token_ids,
     write_note,
     write_whole,
 )
@@ -94,11 +95,20 @@ def read_rows(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for name in names:
         try:
             with pa.memory_map(str(folder / name)) as file, pa.ipc.open_stream(file) as reader:
+                row = 0
                 for batch in reader:
                     for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
-                        yield np.asarray(ids.as_py(), np.int32), np.asarray(mask.as_py(), np.int64) != 0
+                        yield _row(ids.as_py(), mask.as_py(), f"{folder / name}: row {row}")
+                        row += 1
         except (OSError, KeyError, pa.ArrowException) as error:
             raise ShardCorrupt(f"{folder / name}: cannot be read ({error}); save the dataset again") from None
+
+
+def _row(ids: Any, mask: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """One row of the Arrow dataset. Raises ShardCorrupt when it has nulls or what is no token id."""
+    if not isinstance(ids, list) or not isinstance(mask, list) or None in ids or None in mask:
+        raise ShardCorrupt(f"{where}: input_ids or loss_mask is null or has nulls; save the dataset again without")
+    return to_token_ids(np.asarray(ids), where), np.asarray(mask) != 0
 
 
 def _samples(

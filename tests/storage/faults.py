@@ -117,8 +117,12 @@ def _message(source: socket.socket, head: bool = False) -> bytes:
     if found := re.search(rb"content-length:\s*(\d+)", headers):
         length = int(found.group(1))
         while len(body) < length:
-            body += source.recv(65536)
+            if not (part := source.recv(65536)):
+                return b""
+            body += part
     elif b"transfer-encoding: chunked" in headers:
         while not body.endswith(b"0\r\n\r\n"):
-            body += source.recv(65536)
+            if not (part := source.recv(65536)):
+                return b""
+            body += part
     return top + b"\r\n\r\n" + body

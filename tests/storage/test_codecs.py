@@ -232,6 +232,7 @@ def test_planes_are_coded_by_what_they_are() -> None:
         assert low <= len(frame) / plane.size <= high
 
 
+@settings(deadline=None)
 @given(data=st.binary(min_size=1, max_size=2000), cut=st.integers(0, 30))
 def test_zstd_refuses_what_is_cut_or_of_another_size(data: bytes, cut: int) -> None:
     frame = zstd_compress(data)

@@ -18,7 +18,7 @@ from tiny import contract, fill, planned, sealed, sequences, states_of, unit_sta
 from storage import layout, open_dataset
 from storage.commit import load_plan, publish_plan
 from storage.contract import sha256_json
-from storage.encode import encode_shard
+from storage.encode import encode_shard_view
 from storage.errors import (
     ContractMismatch,
     DatasetMissing,
@@ -190,7 +190,7 @@ def test_a_shard_replaced_by_another_of_its_size_after_the_seal_is_refused(tmp_p
     for noise in range(200):
         bits = unit_states(plan, unit)
         bits[0, 0, 0] ^= noise + 1
-        data, _ = encode_shard(bits, shard_identity(plan), unit.shard, len(unit.rows), None)
+        data, _ = encode_shard_view(bits, shard_identity(plan), unit.shard, len(unit.rows), None)
         if len(data) == store.sizes("hidden")[layout.shard_key(unit.shard)]:
             break
     else:

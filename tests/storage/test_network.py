@@ -26,13 +26,14 @@ def whole(s3_server: str) -> str:
 
 @pytest.fixture
 def through(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault | None], Proxy]]:
-    """Puts a proxy with a fault between this process and the server. A request that stalls is given up after 1 s."""
+    """Puts a proxy with a fault between this process and the server. Where requests stall, they are given up after 1 s."""
     host, port = s3_server.split("//")[1].split(":")
     proxies: list[Proxy] = []
     remote = remote_store.RemoteStore.__init__
 
-    def impatient(self: remote_store.RemoteStore, uri: str, *, timeout_s: float = 1.0) -> None:
-        remote(self, uri, timeout_s=timeout_s)
+    def impatient(self: remote_store.RemoteStore, uri: str) -> None:
+        fault = proxies[-1].fault if proxies else None
+        remote(self, uri, timeout_s=1.0 if fault is not None and fault.kind == "stall" else 60.0)
 
     def start(fault: Fault | None) -> Proxy:
         proxies.append(Proxy((host, int(port)), fault=fault))

@@ -131,7 +131,7 @@ def test_a_stream_holds_no_more_than_its_setting_and_keeps_reading_ahead(tmp_pat
         assert ahead <= limit
         most = max(most, ahead)
     assert most > limit / 2  # it does read ahead
-    assert started == order
+    assert sorted(started) == sorted(order)  # several threads at once: not quite in that order
 
 
 def test_a_stream_that_is_left_early_or_fails_ends_its_threads(tmp_path: Path) -> None:
