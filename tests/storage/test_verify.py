@@ -43,7 +43,7 @@ def refill(uri: str, plan: Plan, shards: set[int], noise: int = 0) -> None:
         if unit.shard in shards:
             bits = unit_states(plan, unit)
             bits[0, 0, 0] ^= noise
-            writer.write(unit.shard, bits, len(unit.rows))
+            writer.write(unit.shard, bits, len(unit.rows), written_by={"host": "another"})
 
 
 @pytest.mark.parametrize("codec", ["lossless", "raw", "bitround(3)", "fp8"])
