@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -121,6 +122,11 @@ def files_of(sources: Iterable[PromptSource]) -> list[dict[str, Any]]:
     return list(files.values())
 
 
+def _portable(path: str) -> str:
+    """Relative where the file lies below the working folder: `ray job submit` runs every job in another copy of that."""
+    return path.removeprefix(os.getcwd() + os.sep)
+
+
 def fingerprints(recipe: Recipe) -> dict[str, str]:
     """{path: what changes with its content} of the recipe's files: an ETag or checksum where the store has one, else
     a sha256 of the content. Raises RecipeError when one cannot be read.
@@ -139,7 +145,7 @@ def fingerprints(recipe: Recipe) -> dict[str, str]:
                     tag = hashlib.file_digest(opened, "sha256").hexdigest()
         except Exception as error:  # as in `expand`
             raise RecipeError(f"prompts: {path}: cannot be read ({_first_line(error)})") from None
-        found[path] = str(tag)
+        found[_portable(path)] = str(tag)
     return found
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from ray_jobs.planning import estimate, print_plan, sequence_lengths
+from ray_jobs.prompts import fingerprints
 from ray_jobs.provenance import redact
 from ray_jobs.recipe import load_recipe
 from storage.errors import RecipeError, StatehouseError
@@ -146,3 +148,16 @@ def test_a_missing_recipe_and_one_that_is_no_yaml_are_named(tmp_path: Path) -> N
 def test_provenance_hides_secrets() -> None:
     hidden = redact({"args": {"api_key": "s3cr3t", "tp_size": 2, "hf_token": "abc"}, "l": [{"password": "x"}]})
     assert hidden == {"args": {"api_key": "***", "tp_size": 2, "hf_token": "***"}, "l": [{"password": "***"}]}
+
+
+def test_prompt_files_of_two_copies_of_a_working_folder_have_the_same_fingerprints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for copy in ("here", "elsewhere"):
+        shutil.copytree(ROOT / "recipes", tmp_path / copy / "recipes")
+        shutil.copytree(ROOT / "prompts", tmp_path / copy / "prompts")
+        monkeypatch.chdir(tmp_path / copy)
+        found.append(fingerprints(load_recipe("recipes/smollm2.yaml")))
+    assert found[0] == found[1]
+    assert "prompts/code.jsonl" in found[0]
