@@ -1,7 +1,7 @@
 """How fast and how small the store is, beside the ceiling and the peers, all in one run on a SeaweedFS of its own.
 
     python -m benchmarks.storage                    # about ten minutes; medians of 7
-    python -m benchmarks.storage --quick            # under three minutes on 2 cores; medians of 5
+    python -m benchmarks.storage --quick            # about five minutes on 2 cores; medians of 5
     python -m benchmarks.storage --json out.json --only reading,writing
 
 GB are logical bf16 bytes. CPU is that of this process, all threads, without the server's. Wall times are only as good as

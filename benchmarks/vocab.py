@@ -307,9 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.vocab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="within three minutes on two cores; every figure, smaller sizes"
-    )
+    parser.add_argument("--quick", action="store_true", help="every figure, smaller sizes")
     parser.add_argument("--json", metavar="OUT", help="write machine, rows and bars to this file")
     parser.add_argument("--folder", help="where synthetic data is written (a temporary folder)")
     args = parser.parse_args()

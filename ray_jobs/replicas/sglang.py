@@ -244,10 +244,7 @@ class SGLangReplica(Replica):
         ]
         generations = []
         for reply in engine.ask(requests, "generate-", capture=False):
-            reason = reply["finish_reason"]
-            kind = reason.get("type", "unknown") if isinstance(reason, dict) else str(reason)
-            if kind == "abort":
-                raise ReplicaFailed(f"SGLang aborted a request: {reason.get('message')}; log {engine.log_file}")
+            kind = finish_kind(reply, engine)
             generations.append(Generation(np.asarray(reply["output_ids"], dtype=np.int32), kind))
         return generations
 
@@ -259,6 +256,15 @@ class SGLangReplica(Replica):
             "tp_size": info["tp_size"],
             "engine_dtype": self.config.dtype,
         }
+
+
+def finish_kind(reply: dict[str, Any], engine: EngineProcess) -> str:
+    """ "stop" or "length". Raises ReplicaFailed for a request that SGLang aborted."""
+    reason = reply["finish_reason"]
+    kind = reason.get("type", "unknown") if isinstance(reason, dict) else str(reason)
+    if kind == "abort":
+        raise ReplicaFailed(f"SGLang aborted a request: {reason.get('message')}; log {engine.log_file}")
+    return kind
 
 
 def _dtype(config: ReplicaConfig) -> Any:

@@ -22,7 +22,7 @@ from drafter.export import load_sglang
 from drafter.verifier_weights import read_verifier_weights
 from ray_jobs.replicas.engine_process import EngineProcess
 from ray_jobs.replicas.replica import ReplicaConfig, Sampling, validate_prompts
-from ray_jobs.replicas.sglang import engine_arguments
+from ray_jobs.replicas.sglang import engine_arguments, finish_kind
 from ray_jobs.verifier import VerifierShape, check_weights, read_config
 from storage.errors import RecipeError, ReplicaFailed
 
@@ -113,10 +113,7 @@ class SpeculativeReplica:
         return [self._served(reply, engine) for reply in engine.ask(requests, "serve-", capture=False)]
 
     def _served(self, reply: dict[str, Any], engine: EngineProcess) -> Served:
-        reason = reply["finish_reason"]
-        kind = reason.get("type", "unknown") if isinstance(reason, dict) else str(reason)
-        if kind == "abort":
-            raise ReplicaFailed(f"SGLang aborted a request: {reason.get('message')}; log {engine.log_file}")
+        kind = finish_kind(reply, engine)
         found = reply["speculation"]
         passes = tuple(int(count) for count in found["passes"])
         served = Served(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import fill, planned, sealed, sequences, states_of
+from tiny import fails, fill, planned, sealed, sequences, states_of
 
 from storage.cli import main, size
 
@@ -15,16 +15,6 @@ from storage.cli import main, size
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(list(arguments))
     return capsys.readouterr().out
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    assert caught.value.code == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
 
 
 def test_ls_finds_datasets_under_a_prefix(uri: str, capsys: pytest.CaptureFixture[str]) -> None:

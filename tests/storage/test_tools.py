@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import HIDDEN, LAYERS, contract, fill, planned, sealed, sequences, states_of, unit_states
+from tiny import HIDDEN, LAYERS, contract, fails, fill, planned, sealed, sequences, states_of, unit_states
 
 from storage import layout, open_dataset
 from storage.card import card_html
@@ -32,16 +32,6 @@ from storage.writer import ShardWriter
 
 def objects(store: ObjectStore) -> dict[str, bytes]:
     return {key: store.get(key) for key in store.sizes()}
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    assert caught.value.code == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
 
 
 def test_a_copy_is_equal_to_the_byte_and_making_it_again_sends_nothing(uri: str, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pyarrow as pa
+import pytest
 
+from storage.cli import main
 from storage.commit import publish_plan
 from storage.contract import Contract
 from storage.objects import open_store
@@ -83,3 +85,14 @@ def sealed(uri: str, table: pa.Table | None = None, codec: str = "lossless") -> 
     plan = planned(uri, table, codec)
     fill(uri, plan)
     return plan, seal_dataset(open_store(uri), plan)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one error line of `statehouse ...`, which must end with 1."""
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    assert caught.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
