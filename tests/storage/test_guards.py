@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from tiny import fill, planned, sealed, sequences, unit_states
+from tiny import fill, planned, refill, sealed, sequences, unit_states
 
 from storage import layout, open_dataset
 from storage.cli import main
@@ -139,7 +139,7 @@ def test_settle_writes_back_only_what_was_sealed(tmp_path: Path) -> None:
     store, key = LocalStore(tmp_path), layout.shard_key(3)
     before = store.get(key)
     store.delete(key)
-    fill(str(tmp_path), plan, {3})
+    refill(str(tmp_path), plan, {3})
     refilled = store.get(key)
     with pytest.raises(ShardCorrupt, match="its receipt says"):
         settle(Always(tmp_path, key), plan)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import fill, planned, sealed, sequences, states_of, unit_states
+from tiny import fill, planned, refill, sealed, sequences, states_of, unit_states
 
 from storage import layout, open_dataset
 from storage.cli import main
@@ -34,16 +34,6 @@ def assert_whole(uri: str) -> None:
         assert (states.hidden.view(np.uint16) == states_of(states.id, len(states.token_ids))).all()
     report = verify(open_store(uri), full=True)
     assert report.ok, report.findings
-
-
-def refill(uri: str, plan: Plan, shards: set[int], noise: int = 0) -> None:
-    """What the extract job does with holes; noise changes a mantissa bit, as another GPU would."""
-    writer = ShardWriter.from_uri(uri)
-    for unit in plan.units():
-        if unit.shard in shards:
-            bits = unit_states(plan, unit)
-            bits[0, 0, 0] ^= noise
-            writer.write(unit.shard, bits, len(unit.rows), written_by={"host": "another"})
 
 
 @pytest.mark.parametrize("codec", ["lossless", "raw", "bitround(3)", "fp8"])
