@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from benchmarks.corpus import contract
 from storage import layout, seal
-from storage.commit import ObjectDigest, PlanDocument, digest, publish_offset, signed_json
+from storage.commit import ObjectDigest, digest, plan_document, publish_offset, signed_json
 from storage.objects import ObjectStore
 from storage.plan import Plan, plan_lengths
 from storage.receipt import Receipt
@@ -45,43 +45,32 @@ def write_without_states(store: ObjectStore, plan: Plan) -> None:
     for chunk in range(-(-plan.geometry.tokens // layout.TOKEN_CHUNK)):
         for array in ("tokens", "loss_mask"):
             objects[layout.token_key(array, chunk)] = ObjectDigest(bytes=1 << 21, sha256=digest(b"%d" % chunk))
-    document = PlanDocument(
-        format=layout.FORMAT,
-        format_version=layout.FORMAT_VERSION,
-        plan_hash=plan.hash,
-        contract=plan.contract,
-        codec=plan.codec,
-        geometry=plan.geometry,
-        sequences=len(plan.table),
-        tokens=plan.tokens,
-        loss_tokens=plan.loss_tokens,
-        objects=objects,
-        written_by={},
-    )
-    store.put(layout.PLAN, signed_json(document))
+    store.put(layout.PLAN, signed_json(plan_document(plan, objects)))
     rows = plan.shard_rows().tolist()
-    receipts = [
-        (
-            Receipt(
-                plan_hash=plan.hash,
-                contract_hash=plan.contract.hash,
-                offset_hash=offset_hash(plan.codec, offset),
-                codec=plan.codec,
-                shard=shard,
-                rows=used,
-                sequences=5,
-                data_bytes=used * 38000,
-                data_sha256=digest(b"data %d" % shard),
-                index_sha256=digest(b"index %d" % shard),
-                layer_rms=[1.0, 2.0, 3.0, 4.0 + shard],
-                non_finite=0,
-                written_by={"host": "node", "pid": shard, "engine": "synthetic"},
-            ),
-            used * 38000 + 10_000,
-        )
-        for shard, used in enumerate(rows)
-    ]
+    common = {
+        "plan_hash": plan.hash,
+        "contract_hash": plan.contract.hash,
+        "offset_hash": offset_hash(plan.codec, offset),
+        "codec": plan.codec,
+    }
+    receipts = [_receipt(common, shard, used) for shard, used in enumerate(rows)]
     assert seal._publish(store, plan, receipts, 1, None, [], None) is not None
+
+
+def _receipt(common: dict[str, Any], shard: int, rows: int) -> seal.Scanned:
+    receipt = Receipt(
+        **common,
+        shard=shard,
+        rows=rows,
+        sequences=5,
+        data_bytes=rows * 38000,
+        data_sha256=digest(b"data %d" % shard),
+        index_sha256=digest(b"index %d" % shard),
+        layer_rms=[1.0, 2.0, 3.0, 4.0 + shard],
+        non_finite=0,
+        written_by={"host": "node", "pid": shard, "engine": "synthetic"},
+    )
+    return seal.Scanned(receipt, rows * 38000 + 10_000, receipt.model_dump_json())
 
 
 class CountingStore:

@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass
 class Report:
-    """rows: {measurement, unit, values, ...}. bars: {name: {value, limit, better, what}}."""
+    """rows: {measurement, unit, values, ...}. bars: {name: {value, limit, better, what}}; value None: not measured, `note` says why."""
 
     name: str
     quick: bool
@@ -66,8 +66,23 @@ class Report:
     def bar(self, name: str, value: float, limit: float, better: str, what: str) -> None:
         self.bars[name] = {"value": float(f"{value:.5g}"), "limit": limit, "better": better, "what": what}
 
-    def passed(self, name: str) -> bool:
+    def expect(self, name: str, limit: float, better: str, what: str) -> None:
+        """A bar that stays in the report as not measured until `measured` or `unmeasured` is called for it."""
+        self.bars[name] = {"value": None, "limit": limit, "better": better, "what": what, "note": "not measured"}
+
+    def measured(self, name: str, value: float) -> None:
         bar = self.bars[name]
+        self.bar(name, value, bar["limit"], bar["better"], bar["what"])
+
+    def unmeasured(self, why: str, *names: str) -> None:
+        for name in names:
+            self.bars[name]["note"] = f"not measured: {why}"
+
+    def passed(self, name: str) -> bool:
+        """False also for what was not measured."""
+        bar = self.bars[name]
+        if bar["value"] is None:
+            return False
         return bar["value"] <= bar["limit"] if bar["better"] == "lower" else bar["value"] >= bar["limit"]
 
     def document(self) -> dict[str, Any]:
@@ -92,14 +107,10 @@ class Report:
         console.print(rows)
         bars = Table("figure", "value", "limit", "", "what", title="against the limits", title_justify="left")
         for name, bar in self.bars.items():
-            sign = "<=" if bar["better"] == "lower" else ">="
-            bars.add_row(
-                name,
-                f"{bar['value']:.4g}",
-                f"{sign} {bar['limit']:g}",
-                "ok" if self.passed(name) else "MISSED",
-                bar["what"],
-            )
+            sign, value = "<=" if bar["better"] == "lower" else ">=", bar["value"]
+            ended = bar["note"] if value is None else "ok" if self.passed(name) else "MISSED"
+            shown = "-" if value is None else f"{value:.4g}"
+            bars.add_row(name, shown, f"{sign} {bar['limit']:g}", ended, bar["what"])
         console.print(bars)
         console.print(f"machine: {', '.join(f'{key} {value}' for key, value in self.machine.items())}")
         if json_path:

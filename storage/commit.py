@@ -57,6 +57,23 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def plan_document(plan: Plan, objects: dict[str, ObjectDigest]) -> PlanDocument:
+    """plan.json of a plan. objects: what is written at plan time beside it."""
+    return PlanDocument(
+        format=layout.FORMAT,
+        format_version=layout.FORMAT_VERSION,
+        plan_hash=plan.hash,
+        contract=plan.contract,
+        codec=plan.codec,
+        geometry=plan.geometry,
+        sequences=len(plan.table),
+        tokens=plan.tokens,
+        loss_tokens=plan.loss_tokens,
+        objects=objects,
+        written_by=package_versions("statehouse", "pyarrow", "numpy"),
+    )
+
+
 def package_versions(*names: str) -> dict[str, str]:
     found = {}
     for name in names:
@@ -159,22 +176,8 @@ def publish_plan(store: ObjectStore, plan: Plan, sequences: pa.Table) -> bool:
     Objects are made twice, once for their digests and once for the PUT, so that they never lie in memory together.
     Raises PlanConflict when another plan holds the URI.
     """
-    document = PlanDocument(
-        format=layout.FORMAT,
-        format_version=layout.FORMAT_VERSION,
-        plan_hash=plan.hash,
-        contract=plan.contract,
-        codec=plan.codec,
-        geometry=plan.geometry,
-        sequences=len(plan.table),
-        tokens=plan.tokens,
-        loss_tokens=plan.loss_tokens,
-        objects={
-            key: ObjectDigest(bytes=len(data), sha256=digest(data))
-            for key, data in layout.plan_objects(plan, sequences)
-        },
-        written_by=package_versions("statehouse", "pyarrow", "numpy"),
-    )
+    objects = layout.plan_objects(plan, sequences)
+    document = plan_document(plan, {key: ObjectDigest(bytes=len(data), sha256=digest(data)) for key, data in objects})
     committed = store.create(layout.PLAN, signed_json(document))
     if not committed:
         found = load_plan_document(store)
