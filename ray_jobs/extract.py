@@ -29,17 +29,24 @@ from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
 from storage.objects import ObjectStore, open_store
 from storage.plan import Plan, make_plan
 from storage.repair import clear_damaged_plan, damaged_shards, require_whole, restore_offset, settle
+from storage.reuse import Reusable, fill_reusable, find_reusable
 from storage.seal import Seal, load_seal, scan_shards, seal_dataset, some
 from storage.writer import ShardWriter, shard_identity
 
 
-def make_units(plan: Plan, sequences: pa.Table, shards: set[int]) -> list[ExtractUnit]:
+def make_units(
+    plan: Plan, sequences: pa.Table, shards: set[int], reusable: Reusable | None = None
+) -> list[ExtractUnit]:
     """The work units of `shards`. sequences: `TOKENS_SCHEMA`, the table the plan was made from."""
     token_ids = sequences["token_ids"].combine_chunks()
     flat, offsets = token_ids.flatten().to_numpy(), token_ids.offsets.to_numpy()
     offsets = offsets - offsets[0]
     return [
-        ExtractUnit(unit.shard, [flat[offsets[row] : offsets[row + 1]] for row in unit.rows])
+        ExtractUnit(
+            unit.shard,
+            [flat[offsets[row] : offsets[row + 1]] for row in unit.rows],
+            reusable.known(plan, unit) if reusable else {},
+        )
         for unit in plan.units()
         if not shards.isdisjoint(range(unit.shard, unit.shard + unit.shards))
     ]
@@ -84,10 +91,12 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     else:
         if sealed is not None and restore_offset(store):
             job.log.warning("repair writes again key=%s", layout.OFFSET)
-        if missing := missing_shards(store, plan, repair=args.repair, only=args.shards):
+        missing = missing_shards(store, plan, repair=args.repair, only=args.shards)
+        reusable = reuse(recipe, store, plan, missing)
+        if missing:
             job.start_ray()
             with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
-                _fill(recipe, store, plan, sequences, missing, supervisor)
+                _fill(recipe, store, plan, sequences, missing, supervisor, reusable)
         seal = settle(store, plan, provenance(recipe)) if sealed else seal_dataset(store, plan, provenance(recipe))
         if sealed is not None:
             job.log.info(
@@ -144,15 +153,41 @@ def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool, only: set[in
     return set(range(plan.geometry.shards)) - set(good)
 
 
+def reuse(recipe: Recipe, store: ObjectStore, plan: Plan, missing: set[int]) -> Reusable:
+    """Copies what `dataset.reuse` names and takes the shards that are then complete out of `missing`: they need no
+    replica. Sequences of other shards are copied by the workers, which find them in the units.
+    """
+    if not recipe.dataset.reuse or not missing:
+        return Reusable()
+    found = find_reusable(recipe.dataset.reuse, plan.contract, plan.table["id"].to_pylist(), codec=plan.codec)
+    for uri, why in found.skipped.items():
+        job.log.warning("reuse skips uri=%s reason=%s", uri, why)
+    whole = [unit for unit in found.units(plan) if not missing.isdisjoint(range(unit.shard, unit.shard + unit.shards))]
+    job.log.info(
+        "reuse sequences=%d of=%d shards=%d of=%d", len(found), len(plan.table), len(whole), plan.geometry.shards
+    )
+    if whole:
+        progress = job.Progress("reuse", "shards", len(whole))
+        writer = ShardWriter(store, shard_identity(plan))
+        missing -= set(fill_reusable(writer, plan, found, units=whole, done=lambda unit, _: progress.step(unit.tokens)))
+    return found
+
+
 def _fill(
-    recipe: Recipe, store: ObjectStore, plan: Plan, sequences: pa.Table, missing: set[int], supervisor: Supervisor
+    recipe: Recipe,
+    store: ObjectStore,
+    plan: Plan,
+    sequences: pa.Table,
+    missing: set[int],
+    supervisor: Supervisor,
+    reusable: Reusable,
 ) -> None:
     done_before = plan.geometry.shards - len(missing)
     job.log.info("extract start shards=%d finished_before=%d", len(missing), done_before)
     uri = store.uri  # absolute: a worker may run in another folder
     if not ShardWriter(store, shard_identity(plan)).calibrated:
         supervisor.call("calibrate", uri, calibration_batch(plan, sequences, recipe.extraction.calibration_sequences))
-    units = make_units(plan, sequences, missing)
+    units = make_units(plan, sequences, missing, reusable)
     # Two drivers started at once walk the shards in different orders, and so share most of the work.
     random.shuffle(units)
     total = sum(1 for _ in plan.units())  # fewer than shards where a sequence takes a run of them

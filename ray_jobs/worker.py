@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter
 from typing import Any
@@ -19,16 +19,21 @@ from ray_jobs.replicas.replica import Sampling
 from ray_jobs.supervisor import Supervisor, require_resources
 from ray_jobs.verifier import resolve_verifier
 from storage.errors import ReplicaFailed
+from storage.reuse import Place, Sources, origins
 from storage.shard import to_bits
 from storage.writer import ShardWriter
 
 
 @dataclass(frozen=True)
 class ExtractUnit:
-    """One shard: the token ids of its sequences, in the order in which they lie in it."""
+    """One shard: the token ids of its sequences, in the order in which they lie in it.
+
+    known: {index into token_ids: where its states lie already}; the others are prefilled.
+    """
 
     shard: int
     token_ids: list[np.ndarray]
+    known: dict[int, Place] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -48,6 +53,7 @@ class ReplicaActor:
     def __init__(self, recipe: Recipe, capture_layers: tuple[int, ...]) -> None:
         self._engine = Lock()
         self._writers: dict[str, ShardWriter] = {}
+        self._sources = Sources()
         began = perf_counter()
         folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
         config = recipe.extraction.replica
@@ -91,9 +97,14 @@ class ReplicaActor:
             if (found := writer.find(unit.shard, unit.tokens)) is not None:
                 return {"shard": unit.shard, "created": False, "data_bytes": found.data_bytes, "seconds": {}}
             began = perf_counter()
-            bits = self._prefill(unit.token_ids)
+            bits = self._sources.complete(
+                [len(ids) for ids in unit.token_ids],
+                unit.known,
+                lambda wanted: self._prefill([unit.token_ids[at] for at in wanted]),
+            )
             seconds = {"prefill": round(perf_counter() - began, 4)}
-        written = writer.write(unit.shard, bits, len(unit.token_ids), written_by=self._about, seconds=seconds)
+        about = {**self._about, **origins(unit.known)}
+        written = writer.write(unit.shard, bits, len(unit.token_ids), written_by=about, seconds=seconds)
         return {
             "shard": unit.shard,
             "created": written.created,

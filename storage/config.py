@@ -33,6 +33,8 @@ class DatasetConfig(BaseModel):
     shard_tokens: int | None = Field(default=None, gt=0, le=1 << 22)
     # Share of the prompts that may be rejected before `prepare` fails.
     max_reject_share: float = Field(default=0.0, ge=0, lt=1)
+    # Sealed datasets of an equal contract: sequences that lie there are copied, not extracted again.
+    reuse: tuple[str, ...] = ()
     expected: Expected | None = None
     # For the cost that --plan prints; S3 standard storage, us-east-1.
     usd_per_gb_month: float = Field(default=0.023, ge=0)
@@ -43,6 +45,11 @@ class DatasetConfig(BaseModel):
         if not uri.strip("/ "):
             raise ValueError("must name a folder or an object-store URI such as s3://bucket/datasets/name")
         return os.path.expanduser(uri.rstrip("/"))
+
+    @field_validator("reuse")
+    @classmethod
+    def _whole_uris(cls, uris: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(cls._no_trailing_slash(uri) for uri in uris)
 
     @field_validator("codec")
     @classmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,11 @@ from tiny import contract, fill, planned, sealed, sequences, states_of, unit_sta
 
 from storage import open_dataset
 from storage.commit import publish_plan
-from storage.errors import ContractMismatch, DatasetNotSealed, StatehouseError
+from storage.errors import ContractMismatch, DatasetMissing, DatasetNotSealed, ShardCorrupt, StatehouseError
 from storage.mix import Filter, Mixture, Part, open_mixture
 from storage.objects import LocalStore, open_store
-from storage.plan import make_plan
-from storage.reuse import fill_reusable, find_reusable
+from storage.plan import WorkUnit, make_plan
+from storage.reuse import Sources, fill_reusable, find_reusable, origins
 from storage.seal import seal_dataset
 from storage.writer import ShardWriter
 
@@ -121,10 +123,11 @@ def test_what_is_reusable_is_found_by_content_and_only_under_an_equal_contract(
     assert found.skipped == {}
     assert (found.states(ids[35]) == states_of(ids[35], len(table["token_ids"][35]))).all()
     assert len(find_reusable([a], contract(), ids[30:50])) == 10
-    none = find_reusable([a, str(tmp_path)], contract(weights_hash="finetuned"), ids)
+    none = find_reusable([a], contract(weights_hash="finetuned"), ids)
     assert len(none) == 0
     assert "weights_hash: 'w' != 'finetuned'" in none.skipped[a]
-    assert "no dataset here" in none.skipped[str(tmp_path)]
+    with pytest.raises(DatasetMissing, match="no dataset here"):  # a slip of the pen costs GPU hours
+        find_reusable([a, str(tmp_path)], contract(), ids)
 
 
 def test_what_a_codec_rounded_serves_that_codec_only(tmp_path: Path) -> None:
@@ -154,23 +157,48 @@ def test_a_plan_is_filled_from_what_is_known_and_only_the_rest_is_extracted(
     writer = ShardWriter.from_uri(uri)
     written = fill_reusable(writer, plan, reusable)
     assert fill_reusable(writer, plan, reusable) == written  # adopted
-    extracted = 0
+    sources, extracted = Sources(), 0  # as a worker has them: opened by URI
+    lengths = plan.column("length")
     for unit in plan.units():
-        known, unknown = reusable.split(plan, unit)
-        assert sorted(known + unknown) == sorted(int(row) for row in unit.rows)
-        assert (unit.shard in written) == (not unknown)
-        if unknown:
-            extracted += len(unknown)
-            if not writer.calibrated:
-                writer.calibrate(unit_states(plan, unit))
-            writer.write(unit.shard, unit_states(plan, unit), len(unit.rows))
+        known = reusable.known(plan, unit)
+        assert (unit.shard in written) == (len(known) == len(unit.rows))
+        if unit.shard in written:
+            continue
+        ids = plan.table["id"].take(unit.rows).to_pylist()
+        wanted: list[str] = []
+
+        def extract(
+            which: list[int], ids: list[str] = ids, wanted: list[str] = wanted, unit: WorkUnit = unit
+        ) -> np.ndarray:
+            wanted += [ids[at] for at in which]
+            return np.concatenate([states_of(ids[at], int(lengths[unit.rows[at]])) for at in which])
+
+        bits = sources.complete(lengths[unit.rows].tolist(), known, extract)
+        assert set(wanted) == set(ids) - set(reusable.places)
+        assert (bits == unit_states(plan, unit)).all()
+        extracted += len(wanted)
+        if not writer.calibrated:
+            writer.calibrate(bits)
+        writer.write(unit.shard, bits, len(unit.rows), written_by=origins(known))
     assert extracted == 20
     seal_dataset(open_store(uri), plan)
     dataset = open_dataset(uri)
     for states in dataset.stream():
         assert (states.hidden.view(np.uint16) == states_of(states.id, len(states.token_ids))).all()
-    origins = [row["receipt"] for row in dataset.shards_table().to_pylist() if "reused_from" in row["receipt"]]
-    assert len(origins) == len(written)
+    told = [row["receipt"] for row in dataset.shards_table().to_pylist() if "reused_from" in row["receipt"]]
+    assert len(told) >= len(written)
+    assert sum(json.loads(one)["written_by"]["reused_sequences"] for one in told) == 60
+
+
+def test_states_of_a_dataset_that_was_sealed_anew_meanwhile_are_not_taken(two: tuple[str, str, pa.Table]) -> None:
+    a, _, table = two
+    found = find_reusable([a], contract(), table["id"].to_pylist())
+    place = found.places[table["id"][0].as_py()]
+    out = np.empty((len(table["token_ids"][0]), 4, 64), np.uint16)
+    Sources().read(place, out)
+    for changed in (replace(place, fingerprint="0" * 64), replace(place, row=place.row + 1)):
+        with pytest.raises(ShardCorrupt, match="sealed anew"):
+            Sources().read(changed, out)
 
 
 def test_a_sequence_longer_than_a_shard_is_reused_whole(tmp_path: Path) -> None:
