@@ -261,6 +261,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, byte
     return uri, {key: store.get(key) for key in store.sizes() if not key.startswith("receipts/")}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_never_reads_as_other_states(whole: tuple[str, dict[str, bytes]], data: st.DataObject) -> None:

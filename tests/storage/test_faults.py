@@ -17,11 +17,12 @@ from pathlib import Path
 import faults
 import numpy as np
 import pytest
-from faults import TRIED, LossyProxy, kind_of, names_what_to_do, part_of_shard
+from faults import TRIED, kind_of, names_what_to_do, part_of_shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import contract, fill, planned, sealed, sequences, states_of, unit_states
 
+from benchmarks.proxy import Fault, Proxy
 from storage import layout, open_dataset
 from storage.commit import load_offset, load_plan, offset_hash, publish_plan
 from storage.errors import PlanConflict, ShardCorrupt, StatehouseError
@@ -139,14 +140,15 @@ def damage_bytes(data: st.DataObject, damage: str, good: bytes) -> bytes:
     return good[:at] + bytes(len(good[at : at + 64])) + good[at + 64 :]
 
 
+@pytest.mark.parametrize("times", [5, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", faults.KINDS)
-def test_damage_to_every_kind_of_object_is_noticed_and_named(local_whole: Whole, kind: str) -> None:
+def test_damage_to_every_kind_of_object_is_noticed_and_named(local_whole: Whole, kind: str, times: int) -> None:
     uri, objects = local_whole
     store = LocalStore(uri)
     keys = sorted(key for key in objects if kind_of(key) == kind)
 
     @settings(
-        max_examples=60 if kind == "shard" else 16,
+        max_examples=4 * times if kind == "shard" else times,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -174,10 +176,11 @@ def test_every_object_may_be_deleted_or_emptied_and_is_missed(local_whole: Whole
             assert (end == "read right") == neutral(kind), (damage, kind, end)
 
 
-def test_damage_on_a_real_s3_server(s3_whole: Whole) -> None:
+@pytest.mark.parametrize("kinds", [("plan", "shard"), pytest.param(tuple(faults.KINDS), marks=pytest.mark.slow)])
+def test_damage_on_a_real_s3_server(s3_whole: Whole, kinds: tuple[str, ...]) -> None:
     uri, objects = s3_whole
     store, random = open_store(uri), np.random.default_rng(0)
-    for kind in faults.KINDS:
+    for kind in kinds:
         key = sorted(key for key in objects if kind_of(key) == kind)[0]
         good = objects[key]
         flipped = bytearray(good)
@@ -291,7 +294,9 @@ def test_of_two_planners_with_different_input_one_wins_whole_and_the_other_is_to
             TRIED["two planners at once", "plan", end] += 1
 
 
-@pytest.mark.parametrize(("kind", "stride"), [("local", 1), ("s3", 1)])
+@pytest.mark.parametrize(
+    ("kind", "stride"), [("local", 4), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("local", "s3"))]
+)
 def test_a_writer_killed_at_any_write_step_is_carried_on_and_nothing_is_written_twice(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, stride: int
 ) -> None:
@@ -315,7 +320,8 @@ def test_puts_whose_responses_are_lost_are_adopted_and_nothing_is_encoded_again(
 ) -> None:
     """The server has the object, the client saw the connection break: its retry meets its own object."""
     name = f"lost-{uuid.uuid4().hex}"
-    proxy = LossyProxy(s3_server, lambda line: line.startswith("PUT") and name in line and "probe" not in line)
+    host, port = s3_server.split("//")[1].split(":")
+    proxy = Proxy((host, int(port)), fault=Fault("lost", method="PUT", path=f"{name}/(?!.*probe)"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     encoded: list[int] = []
     from storage import writer as writing
@@ -330,11 +336,11 @@ def test_puts_whose_responses_are_lost_are_adopted_and_nothing_is_encoded_again(
     uri = f"s3://statehouse/{name}"
     try:
         plan, _ = sealed(uri, SMALL)
-        assert len(proxy.lost) >= plan.geometry.shards + 5  # every PUT of the plan, the shards and the seal
+        assert proxy.counts["lost"] >= plan.geometry.shards + 5  # every PUT of the plan, the shards and the seal
         assert len(encoded) == plan.geometry.shards
         assert read_all(uri) == "read right"
         assert verify(open_store(uri), full=True).ok
-        TRIED["PUT response lost", "any object", "recovered"] += len(proxy.lost)
+        TRIED["PUT response lost", "any object", "recovered"] += proxy.counts["lost"]
     finally:
         proxy.close()
 

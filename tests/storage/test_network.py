@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from tiny import fill, planned, sealed, sequences, states_of
 
 from benchmarks.proxy import Fault, Proxy
@@ -55,7 +56,12 @@ def read_all(uri: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", ["503", "500", "reset", "half", "lost", "flip"])
+def also_slow(*names: str) -> list[ParameterSet]:
+    """Faults of a kind that another one stands for where time is short."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("kind", ["503", "half", "flip", *also_slow("500", "reset", "lost")])
 def test_reading_recovers_when_the_first_get_of_every_object_fails(
     whole: str, through: Callable[[Fault | None], Proxy], kind: str
 ) -> None:
@@ -73,7 +79,7 @@ def test_reading_recovers_when_shards_stall_or_break_off_again_and_again(
     assert proxy.counts[kind] == 4
 
 
-@pytest.mark.parametrize("kind", ["flip", "short"])
+@pytest.mark.parametrize("kind", ["flip", *also_slow("short")])
 @pytest.mark.parametrize("path", ["plan.json", "sequences.parquet", "exponent_offset", "tokens/c/0", "seal.json", "shards.parquet", "hidden/c"])  # fmt: skip
 def test_an_object_that_always_comes_damaged_is_an_error_that_names_it(
     whole: str, through: Callable[[Fault | None], Proxy], kind: str, path: str
@@ -85,7 +91,7 @@ def test_an_object_that_always_comes_damaged_is_an_error_that_names_it(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["503", "reset"])
+@pytest.mark.parametrize("kind", ["503", *also_slow("reset")])
 def test_a_store_that_never_answers_is_one_named_error(
     whole: str, through: Callable[[Fault | None], Proxy], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +101,7 @@ def test_a_store_that_never_answers_is_one_named_error(
         open_dataset(whole)
 
 
-@pytest.mark.parametrize("kind", ["503", "500", "reset", "half", "lost"])
+@pytest.mark.parametrize("kind", ["503", *also_slow("500", "reset", "half", "lost")])
 def test_writing_recovers_and_nothing_is_written_twice(through: Callable[[Fault | None], Proxy], kind: str) -> None:
     """`lost` and `half`: the object was stored and only the answer is missing, so the next try finds and adopts it."""
     uri = f"s3://statehouse/{uuid.uuid4().hex}"

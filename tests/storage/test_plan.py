@@ -149,6 +149,7 @@ def test_the_planner_gives_a_sequence_beyond_one_gib_a_run_of_ordinary_shards() 
     assert shard_tokens(10_000_000, 100_000, 4, 7168) == 8192
 
 
+@pytest.mark.slow
 def test_a_million_sequences_are_planned_in_a_minute_and_4_gib() -> None:
     """1.7 billion tokens, in a process of its own so that its memory can be told."""
     code = """
