@@ -22,13 +22,13 @@ import numpy as np
 from storage import layout
 from storage.decode import Part, decode_part, decode_planes, parts_of
 from storage.errors import ShardCorrupt
-from storage.object_store import EmptyObject
+from storage.object_store import EmptyObject, ObjectChanged
 from storage.objects import ObjectMissing, ObjectStore
 from storage.shard import Footer, ShardIdentity, corrupt, read_footer
 
 Result = TypeVar("Result")
-# A shard, a part of it, and what decodes the part's bytes.
-Job = tuple[int, Part, Callable[[memoryview, Part], None]]
+# A shard, its footer, a part of it, and what decodes the part's bytes.
+Job = tuple[int, Footer, Part, Callable[[memoryview, Part], None]]
 # Indexes kept: 8 KB each at H = 7168, 16 bytes a chunk.
 _INDEX_CACHE_BYTES = 256 * 1024 * 1024
 # What a receipt takes as Python objects, beside the index.
@@ -101,7 +101,7 @@ class ShardReader:
                 out_TLH=out_TLH[low:high],
                 where=self._where(shard),
             )
-            jobs += [(shard, part, decode) for part in self._parts(footer, first_row, high - low)]
+            jobs += [(shard, footer, part, decode) for part in self._parts(footer, first_row, high - low)]
         self._run(jobs)
 
     def read_planes(self, start: int, out_2TLH: np.ndarray) -> None:
@@ -117,7 +117,7 @@ class ShardReader:
                 out=out_2TLH[:, low:high],
                 where=self._where(shard),
             )
-            jobs += [(shard, part, decode) for part in self._parts(footer, first_row, high - low)]
+            jobs += [(shard, footer, part, decode) for part in self._parts(footer, first_row, high - low)]
         self._run(jobs)
 
     def _where(self, shard: int) -> str:
@@ -148,12 +148,12 @@ class ShardReader:
         for future in futures:
             future.result()
 
-    def _fetch(self, shard: int, part: Part, decode: Callable[[memoryview, Part], None]) -> None:
+    def _fetch(self, shard: int, footer: Footer, part: Part, decode: Callable[[memoryview, Part], None]) -> None:
         key = layout.shard_key(shard)
 
         def once() -> None:
             try:
-                data = self.store.get_view(key, part.start, part.length)
+                data = self._get(shard, footer, key, part)
             except EmptyObject:  # it ends before the range begins
                 data = memoryview(b"")
             if len(data) != part.length:
@@ -161,6 +161,20 @@ class ShardReader:
             decode(data, part)
 
         twice(once)
+
+    def _get(self, shard: int, footer: Footer, key: str, part: Part) -> memoryview:
+        """A part of the very object that `footer` was read from, or of one that replaced it and holds the same.
+
+        A repair may replace a shard while it is read. Chunks of equal sizes lie at equal places in both objects and are
+        whole in both, so nothing but the object's tag tells them apart. Raises ShardCorrupt when the new one holds others.
+        """
+        try:
+            return self.store.get_view(key, part.start, part.length, footer.tag)
+        except ObjectChanged:
+            with self._lock:
+                if (cached := self._footers.get(shard)) is not None and cached.tag == footer.tag:
+                    del self._footers[shard]
+        return self.store.get_view(key, part.start, part.length, self.footer(shard).tag)
 
 
 def twice(action: Callable[[], Result]) -> Result:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from storage.errors import StoreError
-from storage.object_store import ObjectMissing, ObjectStore
+from storage.object_store import ObjectChanged, ObjectMissing, ObjectStore, Tail
 
 _TEMPORARY = ".tmp-"
 _local = threading.local()  # a thread's buffer for ranges of files
@@ -56,12 +56,14 @@ class LocalStore(ObjectStore):
         except OSError as error:
             self._fail(error, key)
 
-    def get_view(self, key: str, start: int, length: int) -> memoryview:
+    def get_view(self, key: str, start: int, length: int, tag: str | None = None) -> memoryview:
         if getattr(_local, "memory", None) is None or len(_local.memory) < length:
             _local.memory = memoryview(bytearray(length))
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY)
             try:
+                if tag is not None and tag != _tag(os.fstat(descriptor)):
+                    raise ObjectChanged(f"{self._path(key)}: replaced while it was read")
                 got = 0
                 while got < length and (more := os.preadv(descriptor, [_local.memory[got:length]], start + got)):
                     got += more
@@ -71,12 +73,12 @@ class LocalStore(ObjectStore):
             self._fail(error, key)
         return _local.memory[:got].toreadonly()
 
-    def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
+    def get_tail(self, key: str, length: int) -> Tail:
         try:
             with open(self._path(key), "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - length))
-                return _read_up_to(file.fileno(), min(length, size)), size
+                about = os.fstat(file.fileno())
+                file.seek(max(0, about.st_size - length))
+                return Tail(_read_up_to(file.fileno(), min(length, about.st_size)), about.st_size, _tag(about))
         except OSError as error:
             self._fail(error, key)
 
@@ -153,6 +155,14 @@ class LocalStore(ObjectStore):
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
             self._fail(error, key)
+
+
+def _tag(about: os.stat_result) -> str:
+    """A file is never written to once it has its name, so another content is another file.
+
+    Two of them share a tag only if both came within one tick of the file system's clock (4 ms) and the inode was used again.
+    """
+    return f"{about.st_dev}-{about.st_ino}-{about.st_mtime_ns}-{about.st_size}"
 
 
 def _read_up_to(descriptor: int, length: int) -> bytes:

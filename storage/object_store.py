@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from datetime import datetime
+from typing import NamedTuple
 
 from storage.errors import StoreError
 
@@ -20,6 +21,18 @@ class ObjectMissing(StoreError):
 
 class EmptyObject(StoreError):
     """A range was asked of an object of zero bytes."""
+
+
+class ObjectChanged(StoreError):
+    """The object at this key is another one than when its tag was taken."""
+
+
+class Tail(NamedTuple):
+    """The end of an object. size: of all of it. tag: names this very object at its key, where the store has such a thing."""
+
+    data: bytes
+    size: int
+    tag: str | None
 
 
 class ObjectStore(ABC):
@@ -35,13 +48,16 @@ class ObjectStore(ABC):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Up to `length` bytes from `start`; fewer only at the object's end. Raises ObjectMissing."""
 
-    def get_view(self, key: str, start: int, length: int) -> memoryview:
-        """`get_range` with as few copies as the store allows; valid until this thread's next call."""
-        return memoryview(self.get_range(key, start, length))
+    @abstractmethod
+    def get_view(self, key: str, start: int, length: int, tag: str | None = None) -> memoryview:
+        """`get_range` with as few copies as the store allows; valid until this thread's next call.
+
+        tag: of `get_tail`; ObjectChanged is raised when the bytes come from another object than that one.
+        """
 
     @abstractmethod
-    def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
-        """The last `length` bytes (or all there are) and the object's size. Raises ObjectMissing."""
+    def get_tail(self, key: str, length: int) -> Tail:
+        """The last `length` bytes, or all there are. Raises ObjectMissing."""
 
     @abstractmethod
     def create(self, key: str, data: bytes | memoryview) -> bool:

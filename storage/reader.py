@@ -26,7 +26,7 @@ from storage.contract import Contract
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
 from storage.fetch import ShardReader, twice
 from storage.objects import LocalStore, ObjectStore, open_store
-from storage.seal import Seal, load_seal, load_shards_table, scan_shards
+from storage.seal import Seal, load_seal, load_shards_table, scan_shards, seal_key
 from storage.shard import Footer
 from storage.writer import shard_identity
 from storage.zarr_array import decode_chunk
@@ -158,6 +158,11 @@ class Dataset:
             sealed = digests[shard]
         receipt = footer.receipt
         if (receipt.data_sha256, receipt.index_sha256) != sealed or footer.object_bytes != self._object_bytes[shard]:
+            if self.seal is not None and self.store.exists(seal_key(self.seal.number + 1)):
+                raise ShardCorrupt(
+                    f"{self.uri}/{layout.shard_key(shard)}: repaired and sealed anew since this dataset was opened with "
+                    f"fingerprint {self.seal.fingerprint[:12]}; open it again, which gives the new content"
+                )
             raise ShardCorrupt(
                 f"{self.uri}/{layout.shard_key(shard)}: holds {receipt.data_sha256[:12]} in {footer.object_bytes} bytes, the "
                 f"seal names {sealed[0][:12]} in {self._object_bytes[shard]}; it was replaced after the seal: restore it "

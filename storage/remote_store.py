@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 from storage.errors import StoreError
-from storage.object_store import EmptyObject, ObjectMissing, ObjectStore
+from storage.object_store import EmptyObject, ObjectChanged, ObjectMissing, ObjectStore, Tail
 
 Result = TypeVar("Result")
 _BROKEN = ("response body error", "invalid list response")
@@ -116,29 +116,43 @@ class RemoteStore(ObjectStore):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return bytes(self.get_view(key, start, length))
 
-    def get_view(self, key: str, start: int, length: int) -> memoryview:
+    def get_view(self, key: str, start: int, length: int, tag: str | None = None) -> memoryview:
         if length == 0:
             return memoryview(b"")
-        return self._do(key, lambda: memoryview(self._obstore.get_range(self._store, key, start=start, length=length)))
+        if tag is None:
+            return self._do(
+                key, lambda: memoryview(self._obstore.get_range(self._store, key, start=start, length=length))
+            )
 
-    def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
+        def tagged() -> memoryview:
+            # The answer's own ETag is compared: unlike If-Match, every store and every proxy gives it.
+            result = self._obstore.get(self._store, key, options={"range": (start, start + length)})
+            if result.meta["e_tag"] != tag:
+                raise ObjectChanged(f"{self.uri}/{key}: replaced while it was read")
+            return memoryview(result.bytes())
+
+        return self._do(key, tagged)
+
+    def get_tail(self, key: str, length: int) -> Tail:
         from obstore.exceptions import NotSupportedError
 
-        def tail() -> tuple[bytes, int]:
+        def tail() -> Tail:
             try:
                 result = self._obstore.get(self._store, key, options={"range": {"suffix": length}})
             except NotSupportedError:  # Azure has no suffix ranges, so obstore refuses them
-                size = self._obstore.head(self._store, key)["size"]
+                about = self._obstore.head(self._store, key)
+                size = about["size"]
                 if not size:
-                    return b"", 0
+                    return Tail(b"", 0, None)
                 start = max(0, size - length)
-                return bytes(self._obstore.get_range(self._store, key, start=start, end=size)), size
-            return bytes(result.bytes()), result.meta["size"]
+                data = bytes(self._obstore.get_range(self._store, key, start=start, end=size))
+                return Tail(data, size, about.get("e_tag"))
+            return Tail(bytes(result.bytes()), result.meta["size"], result.meta.get("e_tag"))
 
         try:
             return self._do(key, tail)
         except EmptyObject:
-            return b"", 0
+            return Tail(b"", 0, None)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         from obstore.exceptions import AlreadyExistsError

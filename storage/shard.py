@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from storage.errors import ShardCorrupt
-from storage.objects import ObjectStore
+from storage.object_store import ObjectStore, Tail
 from storage.plan import Geometry
 from storage.receipt import Receipt
 from storage.zarr_array import crc32c, strip_crc32c
@@ -73,13 +73,14 @@ def pack_trailer(receipt: bytes) -> bytes:
 class Footer:
     """A shard's receipt and index, read back. index: uint64 [2, S/C, 2] (offset, size). object_bytes: of all of it.
 
-    text: the receipt as it is written, with the keys of a later minor version.
+    text: the receipt as it is written, with the keys of a later minor version. tag: of the object (`ObjectStore.get_tail`).
     """
 
     receipt: Receipt
     index: np.ndarray
     object_bytes: int
     text: str = ""
+    tag: str | None = None
 
     def chunk_range(self, first: int, last: int) -> tuple[int, int]:
         """(start, length) in bytes of chunks first..last of both planes: one range, by construction of the object."""
@@ -97,8 +98,8 @@ def read_footer(
     Raises ObjectMissing, or ShardCorrupt saying what was expected and found.
     """
     where = f"{store.uri}/{key}"
-    tail, size = store.get_tail(key, identity.index_bytes + RECEIPT_TRAILER + _RECEIPT_GUESS)
-    footer = _parse_footer(tail, size, identity, where, store, key)
+    tail = store.get_tail(key, identity.index_bytes + RECEIPT_TRAILER + _RECEIPT_GUESS)
+    footer = _parse_footer(tail, identity, where, store, key)
     receipt = footer.receipt
     expected = {
         "plan_hash": identity.plan_hash,
@@ -122,7 +123,8 @@ def corrupt(where: str, what: str) -> ShardCorrupt:
     )
 
 
-def _parse_footer(tail: bytes, size: int, identity: ShardIdentity, where: str, store: ObjectStore, key: str) -> Footer:
+def _parse_footer(end: Tail, identity: ShardIdentity, where: str, store: ObjectStore, key: str) -> Footer:
+    tail, size, tag = end
     if len(tail) < identity.index_bytes + RECEIPT_TRAILER:
         raise corrupt(where, f"{size} bytes are too few for a shard (truncated?)")
     index_bytes = tail[-identity.index_bytes :]
@@ -155,4 +157,4 @@ def _parse_footer(tail: bytes, size: int, identity: ShardIdentity, where: str, s
     used = -(-receipt.rows // identity.geometry.chunk_tokens)
     if (index[:, :used] == ABSENT).any() or (index[:, used:] != ABSENT).any():
         raise corrupt(where, f"its index does not hold exactly the {used} chunks that {receipt.rows} rows need")
-    return Footer(receipt, index, size, text.decode())
+    return Footer(receipt, index, size, text.decode(), tag)

@@ -245,10 +245,10 @@ def test_stores_without_suffix_ranges_are_asked_for_the_size(monkeypatch: pytest
 
     store = RemoteStore("s3://bucket/x")
     monkeypatch.setattr(store, "_obstore", Azure())
-    assert store.get_tail("key", 10) == (Azure.data[-10:], 100)
-    assert store.get_tail("key", 1000) == (Azure.data, 100)
+    assert store.get_tail("key", 10)[:2] == (Azure.data[-10:], 100)
+    assert store.get_tail("key", 1000)[:2] == (Azure.data, 100)
     monkeypatch.setattr(Azure, "data", b"")
-    assert store.get_tail("key", 10) == (b"", 0)
+    assert store.get_tail("key", 10)[:2] == (b"", 0)
 
 
 @pytest.mark.parametrize("entry", [[], {"dtype": "BF16", "shape": [1], "data_offsets": [0]}, {"data_offsets": [0, 0]}, {"dtype": "BF16", "shape": [-1], "data_offsets": [0, 0]}, {"shape": [0], "data_offsets": [0, 0]}])  # fmt: skip

@@ -288,7 +288,7 @@ def test_a_shard_cut_off_while_it_is_read_is_corrupt_not_short(uri: str, keep: i
     assert right(dataset.read(last))
     store = open_store(uri)
     store.put(shard_key(unit.shard), store.get(shard_key(unit.shard))[:keep])
-    with pytest.raises(ShardCorrupt, match=rf"{shard_key(unit.shard)}: {keep} bytes from 0, expected"):
+    with pytest.raises(ShardCorrupt, match=rf"{shard_key(unit.shard)}: .*(truncated|no receipt|{keep} bytes from 0)"):
         dataset.read(last)
 
 
