@@ -22,6 +22,7 @@ from storage.contract import Contract, canonical_json, sha256_json
 from storage.errors import DatasetMissing, PlanConflict, ShardCorrupt, StatehouseError
 from storage.objects import ObjectMissing, ObjectStore
 from storage.plan import PLAN_SCHEMA, Geometry, Plan
+from storage.teacher import NONE
 from storage.zarr_array import decode_chunk, encode_chunk
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -49,6 +50,7 @@ class PlanDocument(BaseModel):
     sequences: int
     tokens: int
     loss_tokens: int
+    teacher: str = NONE
     objects: dict[str, ObjectDigest]
     written_by: dict[str, str]
 
@@ -69,6 +71,7 @@ def plan_document(plan: Plan, objects: dict[str, ObjectDigest]) -> PlanDocument:
         sequences=len(plan.table),
         tokens=plan.tokens,
         loss_tokens=plan.loss_tokens,
+        teacher=plan.teacher,
         objects=objects,
         written_by=package_versions("statehouse", "pyarrow", "numpy"),
     )
@@ -153,7 +156,7 @@ def load_plan(store: ObjectStore, document: PlanDocument | None = None) -> Plan:
     document = document or load_plan_document(store)
     data = get_checked(store, layout.SEQUENCES, document)
     table = pq.read_table(pa.BufferReader(data)).cast(PLAN_SCHEMA)
-    return Plan(document.contract, document.codec, document.geometry, table)
+    return Plan(document.contract, document.codec, document.geometry, table, document.teacher)
 
 
 def get_checked(store: ObjectStore, key: str, document: PlanDocument) -> bytes:
@@ -203,6 +206,8 @@ def _conflict(store: ObjectStore, found: PlanDocument, plan: Plan) -> str:
     differing = found.contract.differences(plan.contract)
     if found.codec != plan.codec:
         differing.append(f"codec: {found.codec} != {plan.codec}")
+    if found.teacher != plan.teacher:
+        differing.append(f"extraction.teacher: {found.teacher} != {plan.teacher}")
     if found.geometry != plan.geometry:
         differing.append(f"geometry: {found.geometry} != {plan.geometry}")
     if found.sequences != len(plan.table) or found.tokens != plan.tokens:

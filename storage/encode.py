@@ -21,6 +21,7 @@ from storage.commit import offset_hash
 from storage.kernels import kernels
 from storage.receipt import LossyError, Receipt
 from storage.shard import ABSENT, RECEIPT_TRAILER, ShardIdentity, pack_trailer
+from storage.teacher import TeacherObject
 from storage.zarr_array import add_crc32c, crc32c
 
 _CRC = struct.Struct("<I")
@@ -36,6 +37,7 @@ def encode_shard_view(
     sequences: int,
     offset_LH: np.ndarray | None,
     *,
+    teacher: Mapping[str, TeacherObject] | None = None,
     written_by: Mapping[str, str | int | float] | None = None,
     seconds: Mapping[str, float] | None = None,
     quarantined: Mapping[str, str] | None = None,
@@ -92,6 +94,7 @@ def encode_shard_view(
             non_finite=non_finite,
             lossy_error=loss.result() if loss else None,
             quarantined=dict(quarantined or {}),
+            teacher=dict(teacher or {}),
             written_by=dict(written_by or {}),
             seconds={**(seconds or {}), "encode": round(perf_counter() - began, 4)},
         )

@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 
 from storage.codecs import codec_by_name
 from storage.plan import Plan
+from storage.teacher import teacher_metadata
 from storage.zarr_array import array_metadata, encode_chunk, group_metadata, sharded_metadata
 
 FORMAT = "statehouse"
 # Readers refuse a higher major version; a minor one only adds what old readers may ignore.
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "1.1"
 
 PLAN = "plan.json"
 ROOT = "zarr.json"
@@ -59,6 +60,7 @@ def plan_objects(plan: Plan, sequences: pa.Table) -> Iterator[tuple[str, bytes]]
         "plan_hash": plan.hash,
         "codec": plan.codec,
         "contract": contract.model_dump(mode="json"),
+        "teacher": plan.teacher,
     }
     yield ROOT, group_metadata(attributes)
     yield SEQUENCES, parquet_bytes(plan.table)
@@ -76,6 +78,7 @@ def plan_objects(plan: Plan, sequences: pa.Table) -> Iterator[tuple[str, bytes]]
     if codec.needs_offset:
         shape = [layers, hidden_size]
         yield "exponent_offset/zarr.json", array_metadata(shape, shape, "uint8", 0, ["layer", "channel"])
+    yield from teacher_metadata(plan.teacher, total, geometry.shard_tokens)
     for array, dtype, fill in (("tokens", np.dtype("int32"), -1), ("loss_mask", np.dtype("bool"), False)):
         yield f"{array}/zarr.json", array_metadata([total], [TOKEN_CHUNK], dtype.name, fill, ["token"])
     yield from _token_chunks(plan, sequences)

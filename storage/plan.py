@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from storage.codecs import codec_by_name
 from storage.contract import Contract, sha256_json
 from storage.errors import StatehouseError
+from storage.teacher import NONE, parse_teacher
 
 # A chunk of one plane is at least this large, so that zstd's tables pay and requests stay few.
 _CHUNK_BYTES = 256 * 1024
@@ -172,6 +173,8 @@ class Plan:
     codec: str
     geometry: Geometry
     table: pa.Table
+    # The kind of teacher summary that is stored beside the states (`storage.teacher`).
+    teacher: str = NONE
 
     @cached_property
     def hash(self) -> str:
@@ -180,14 +183,13 @@ class Plan:
             for values in column.chunks:
                 plain = _length_prefixed(values) if pa.types.is_string(values.type) else values.to_numpy()
                 digest.update(plain.data)
-        return sha256_json(
-            {
-                "contract": self.contract.hash,
-                "codec": self.codec,
-                "geometry": self.geometry.model_dump(),
-                "sequences": digest.hexdigest(),
-            }
-        )
+        said = {
+            "contract": self.contract.hash,
+            "codec": self.codec,
+            "geometry": self.geometry.model_dump(),
+            "sequences": digest.hexdigest(),
+        }
+        return sha256_json(said if self.teacher == NONE else {**said, "teacher": self.teacher})
 
     @property
     def tokens(self) -> int:
@@ -253,7 +255,9 @@ def _length_prefixed(values: pa.Array) -> np.ndarray:
     return out
 
 
-def make_plan(sequences: pa.Table, contract: Contract, codec: str, *, shard_length: int | None = None) -> Plan:
+def make_plan(
+    sequences: pa.Table, contract: Contract, codec: str, *, shard_length: int | None = None, teacher: str = NONE
+) -> Plan:
     """Places `sequences` (`TOKENS_SCHEMA`, ordered by id, ids unique).
 
     Raises StatehouseError when there are none, when an id is outside the vocabulary, or when `shard_length` is too
@@ -274,10 +278,13 @@ def make_plan(sequences: pa.Table, contract: Contract, codec: str, *, shard_leng
         contract,
         codec,
         shard_length=shard_length,
+        teacher=teacher,
     )
 
 
-def plan_lengths(sequences: pa.Table, contract: Contract, codec: str, *, shard_length: int | None = None) -> Plan:
+def plan_lengths(
+    sequences: pa.Table, contract: Contract, codec: str, *, shard_length: int | None = None, teacher: str = NONE
+) -> Plan:
     """`make_plan` without the tokens: 1.7 billion of them are 8.5 GB, their lengths 4 MB.
 
     sequences: columns id, source, group, length, loss_tokens as in `PLAN_SCHEMA`, ordered by id, ids unique.
@@ -313,7 +320,7 @@ def plan_lengths(sequences: pa.Table, contract: Contract, codec: str, *, shard_l
         shard_tokens=capacity,
         shards=shards,
     )
-    return Plan(contract, codec, geometry, table)
+    return Plan(contract, codec, geometry, table, parse_teacher(teacher))
 
 
 def _check_ids(sequences: pa.Table, vocab_size: int) -> None:

@@ -15,7 +15,9 @@ from storage.commit import SIGNATURE, PlanDocument, digest
 from storage.contract import canonical_json, sha256_json
 from storage.receipt import Receipt
 from storage.seal import Seal, receipt_copy, seal_key, shards_table_key
-from storage.shard import RECEIPT_TRAILER, ShardIdentity, pack_trailer
+from storage.shard import RECEIPT_TRAILER, pack_trailer
+from storage.teacher import teacher_keys
+from storage.writer import document_identity
 from storage.zarr_array import decode_chunk
 
 
@@ -28,7 +30,7 @@ class Proof:
     def __init__(self, document: PlanDocument, seals: list[Seal], table: pa.Table | None) -> None:
         self._document, self._seals = document, seals
         geometry = document.geometry
-        self.identity = ShardIdentity(document.plan_hash, document.contract.hash, document.codec, geometry)
+        self.identity = document_identity(document)
         self._seal_of = {seal_key(seal.number): seal for seal in seals}
         self._tables = {shards_table_key(seal.number): seal.shards_sha256 for seal in seals}
         texts = (
@@ -36,6 +38,9 @@ class Proof:
         )
         self._texts: dict[int, str] = texts
         self._shards = {layout.shard_key(shard): shard for shard in range(geometry.shards)}
+        self._teacher = {
+            key: shard for shard in range(geometry.shards) for key in teacher_keys(document.teacher, shard)
+        }
         self._copies = {layout.receipt_key(shard): shard for shard in range(geometry.shards)}
 
     def wrong(self, key: str, data: bytes) -> str | None:
@@ -52,6 +57,8 @@ class Proof:
             return self._offset(data)
         if key in self._copies:
             return self._copy(self._copies[key], data)
+        if key in self._teacher:
+            return self._teacher_object(key, data)
         return self._shard(self._shards[key], data) if key in self._shards else None
 
     def _offset(self, data: bytes) -> str | None:
@@ -64,6 +71,15 @@ class Proof:
             return str(error)
         return (
             None if newest.offset_hash is None else _differs(digest(offset.tobytes()), newest.offset_hash, "the seal")
+        )
+
+    def _teacher_object(self, key: str, data: bytes) -> str | None:
+        text = self._texts.get(self._teacher[key])
+        if text is None:
+            return None
+        named = Receipt.model_validate_json(text).teacher.get(key)
+        return (
+            "not named by its shard" if named is None else _differs(digest(data), named.sha256, "its shard's receipt")
         )
 
     def _copy(self, shard: int, data: bytes) -> str | None:

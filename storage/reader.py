@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import os
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,10 @@ from storage.contract import Contract
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
 from storage.fetch import ShardReader, twice
 from storage.objects import LocalStore, ObjectStore, open_store
+from storage.receipt import Receipt
 from storage.seal import Seal, load_seal, load_shards_table, scan_shards, seal_key
 from storage.shard import Footer
+from storage.teacher import NONE, TeacherObject, TeacherReader, TeacherSummary
 from storage.writer import shard_identity
 from storage.zarr_array import decode_chunk
 
@@ -59,6 +61,22 @@ class States:
     token_ids: np.ndarray
     loss_mask: np.ndarray
     hidden: np.ndarray
+    read_teacher: Callable[[], TeacherSummary | None] = field(default=lambda: None, repr=False)
+
+    @cached_property
+    def teacher(self) -> TeacherSummary | None:
+        """The verifier's next-token distribution in short, read when first asked for; None where there is none."""
+        return self.read_teacher()
+
+    @property
+    def argmax(self) -> np.ndarray | None:
+        """[T] int32: the id that the verifier finds likeliest after each token."""
+        return None if self.teacher is None else self.teacher.argmax
+
+    @property
+    def logsumexp(self) -> np.ndarray | None:
+        """[T] float32, of the logits after each token."""
+        return None if self.teacher is None else self.teacher.logsumexp
 
     def torch(self) -> torch.Tensor:
         """`hidden` as a torch.bfloat16 tensor on the same memory."""
@@ -92,6 +110,8 @@ class Dataset:
         self._reader = ShardReader(store, identity, offset, self._offset_hash, self._check_footer, threads)
         # Of each shard: object bytes (0: not finished), sha256 of data and of index.
         self._object_bytes = np.zeros(geometry.shards, np.int64)
+        self._teacher = TeacherReader(store, self.plan.teacher, geometry.shard_tokens, self._teacher_objects)
+        self._receipts: pa.ChunkedArray | dict[int, Receipt] = {}
         self._digests: tuple[pa.ChunkedArray, pa.ChunkedArray] | dict[int, tuple[str, str]]
         if self.seal is not None:
             self._digests = self._sealed_shards(self.seal)
@@ -99,6 +119,7 @@ class Dataset:
         else:
             good, _ = scan_shards(store, self.plan)
             self._digests = {at: (one.receipt.data_sha256, one.receipt.index_sha256) for at, one in good.items()}
+            self._receipts = {at: one.receipt for at, one in good.items()}
             for shard, one in good.items():
                 self._object_bytes[shard] = one.object_bytes
             quarantined = {key for one in good.values() for key in one.receipt.quarantined}
@@ -118,14 +139,14 @@ class Dataset:
         return table.filter(pa.array([key not in ids for key in table["id"].to_pylist()]))
 
     def _sealed_shards(self, seal: Seal) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-        for field, here in (
+        for name, here in (
             ("plan_hash", self.plan.hash),
             ("contract_hash", self.contract.hash),
             ("offset_hash", self._offset_hash),
         ):
-            if getattr(seal, field) != here:
+            if getattr(seal, name) != here:
                 raise ShardCorrupt(
-                    f"{self.uri}: the seal names {field} {getattr(seal, field)}, the dataset holds {here}; "
+                    f"{self.uri}: the seal names {name} {getattr(seal, name)}, the dataset holds {here}; "
                     f"objects of two datasets were mixed: restore them with `statehouse repair {self.uri} --from COPY_URI`"
                 )
         table = twice(lambda: load_shards_table(self.store, seal))
@@ -135,6 +156,8 @@ class Dataset:
                 f"make it again with `statehouse repair {self.uri}`"
             )
         self._object_bytes = table["object_bytes"].to_numpy()
+        if self.plan.teacher != NONE:
+            self._receipts = table["receipt"]
         if len(table) <= _LISTED_SHARDS:
             twice(self._check_sizes)
         return table["data_sha256"], table["index_sha256"]
@@ -265,12 +288,26 @@ class Dataset:
         self._reader.read_planes(start, planes)
         return planes
 
+    def teacher(self, index: int) -> TeacherSummary | None:
+        """What the verifier says after each token of a sequence, without its states; None where none is stored.
+
+        Raises IndexError, ShardCorrupt, StoreError.
+        """
+        return self._teacher.read(*self._place(index))
+
+    def _teacher_objects(self, shard: int) -> Mapping[str, TeacherObject]:
+        receipts = self._receipts
+        if isinstance(receipts, dict):
+            return receipts[shard].teacher
+        return Receipt.model_validate_json(receipts[shard].as_py()).teacher
+
     def _states(self, index: int, bits: np.ndarray) -> States:
         import ml_dtypes
 
         token_ids, loss_mask = self.tokens(index)
         row = self.sequences.slice(index % len(self), 1).to_pylist()[0]
-        return States(row["id"], row["source"], row["group"], token_ids, loss_mask, bits.view(ml_dtypes.bfloat16))
+        hidden, teacher = bits.view(ml_dtypes.bfloat16), functools.partial(self.teacher, index)
+        return States(row["id"], row["source"], row["group"], token_ids, loss_mask, hidden, teacher)
 
     def read_many(self, indices: Sequence[int], threads: int = 4) -> list[States]:
         """Several sequences, read in parallel, in the order asked for."""

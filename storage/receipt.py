@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from storage.teacher import TeacherObject, objects_digest
+
+_LATER_KEYS = frozenset({"teacher"})
 
 
 class LossyError(BaseModel):
@@ -40,3 +46,16 @@ class Receipt(BaseModel):
     quarantined: dict[str, str] = Field(default_factory=dict)
     written_by: dict[str, str | int | float] = Field(default_factory=dict)
     seconds: dict[str, float] = Field(default_factory=dict)
+    # Since format 1.1, left out where empty: {key: size and sha256} of the shard's teacher objects.
+    teacher: dict[str, TeacherObject] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_empty_later_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A receipt of format 1.0 is written as it was."""
+        document: dict[str, Any] = handler(self)
+        return {key: value for key, value in document.items() if key not in _LATER_KEYS or value}
+
+    @property
+    def teacher_sha256(self) -> str | None:
+        """One digest over all teacher objects; None where there are none."""
+        return objects_digest(self.teacher) if self.teacher else None

@@ -42,8 +42,9 @@ from storage.receipt import Receipt
 from storage.seal import Seal, load_seals, load_shards_table, receipt_copy, reseal, scan_shards, seal_key
 from storage.shard import ShardIdentity, corrupt, pack_trailer, read_footer
 from storage.shard_check import Progress, require_shard
+from storage.teacher import wrong_object
 from storage.verify import Finding, Report, verify
-from storage.writer import shard_identity
+from storage.writer import document_identity, shard_identity
 
 Say = Callable[[str], None]
 # Documents, then shards, then what is judged by them: three rounds bring everything back that can be.
@@ -131,7 +132,7 @@ def _restore_documents(store: ObjectStore, copy: ObjectStore, say: Say) -> None:
 
 def _require_same_shards(store: ObjectStore, copy: ObjectStore, document: PlanDocument, seal: Seal) -> None:
     """Where our own seal is lost, the shards say what it sealed. Raises PlanConflict when the copy holds others."""
-    identity = ShardIdentity(document.plan_hash, document.contract.hash, document.codec, document.geometry)
+    identity = document_identity(document)
     for row in load_shards_table(copy, seal).to_pylist():
         try:
             found = read_footer(
@@ -307,7 +308,10 @@ def damaged_shards(
                 )
             return
         try:
-            require_shard(store, identity, shard, offset=offset, rows=int(rows[shard]))
+            receipt = require_shard(store, identity, shard, offset=offset, rows=int(rows[shard]))
+            for key, named in receipt.teacher.items():
+                if what := wrong_object(store, key, named, None, full=True):
+                    raise ShardCorrupt(f"{store.uri}/{key}: {what}")
         except ObjectMissing:
             pass
         except ShardCorrupt as error:
@@ -338,7 +342,11 @@ def settle(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = N
         except ObjectMissing:
             continue
         now = found.receipt
-        same = (now.data_sha256, now.index_sha256) == (before.data_sha256, before.index_sha256)
+        same = (now.data_sha256, now.index_sha256, now.teacher_sha256) == (
+            before.data_sha256,
+            before.index_sha256,
+            before.teacher_sha256,
+        )
         if same and found.text != row["receipt"]:
             data = replace_receipt(
                 twice(partial(_sealed_data, store, key, before, identity)), identity, now, row["receipt"].encode()

@@ -28,12 +28,13 @@ from storage.commit import (
     restore_command,
     signed_json,
 )
-from storage.contract import sha256_json
 from storage.errors import DatasetNotSealed, ShardCorrupt
+from storage.fingerprint import content_fingerprint, covered
 from storage.objects import ObjectMissing, ObjectStore
 from storage.plan import Plan
 from storage.receipt import Receipt
-from storage.shard import ShardIdentity, read_footer
+from storage.shard import ShardIdentity, corrupt, read_footer
+from storage.teacher import FOLDER, NONE, wrong_object
 from storage.writer import shard_identity
 
 SHARDS_SCHEMA = pa.schema(
@@ -50,6 +51,10 @@ SHARDS_SCHEMA = pa.schema(
         ("receipt", pa.string()),
     ]
 )
+
+
+# Of datasets with a teacher summary: one digest over the shard's teacher objects.
+TEACHER_COLUMN = pa.field("teacher_sha256", pa.string())
 
 
 class Seal(BaseModel):
@@ -74,6 +79,8 @@ class Seal(BaseModel):
     sealed_at: str
     written_by: dict[str, str]
     provenance: dict[str, Any] = {}
+    # The kind of teacher summary (`storage.teacher`); since format 1.1.
+    teacher: str = NONE
     # 1 for seal.json, 2 for seal-0002.json, ...; parent is the fingerprint of the seal before.
     number: int = 1
     parent: str | None = None
@@ -109,6 +116,7 @@ def scan_shards(
     identity: ShardIdentity = shard_identity(plan)
     offset = offset_hash(plan.codec, load_offset(store, (plan.geometry.layers, plan.geometry.hidden_size)))
     rows = plan.shard_rows()
+    listed = store.sizes(FOLDER.rstrip("/")) if plan.teacher != NONE else {}
     good: dict[int, Scanned] = {}
     bad: dict[int, str] = {}
 
@@ -116,6 +124,9 @@ def scan_shards(
         key = layout.shard_key(shard)
         try:
             footer = read_footer(store, key, identity, shard, offset=offset, rows=int(rows[shard]))
+            for name, named in footer.receipt.teacher.items():
+                if what := wrong_object(store, name, named, listed.get(name), full=False):
+                    raise corrupt(f"{store.uri}/{name}", what)
             good[shard] = Scanned(footer.receipt, footer.object_bytes, footer.text)
         except ObjectMissing:
             pass
@@ -181,8 +192,9 @@ def reseal(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = N
         sealed = table.slice(0, 0)
     if sealed.equals(table):
         return newest
-    names = ("object_bytes", "data_sha256", "index_sha256")
-    before = {row["shard"]: tuple(row[name] for name in names) for row in sealed.to_pylist()}
+    names = ["object_bytes", "data_sha256", "index_sha256"]
+    names += [TEACHER_COLUMN.name] if TEACHER_COLUMN.name in table.schema.names else []
+    before = {row["shard"]: tuple(row.get(name) for name in names) for row in sealed.to_pylist()}
     changed = [row["shard"] for row in table.to_pylist() if before.get(row["shard"]) != tuple(row[n] for n in names)]
     if not len(sealed):  # the old table is lost: only the fingerprint tells whether anything changed
         same = newest.fingerprint == _fingerprint_of(plan, receipts)
@@ -225,12 +237,10 @@ def receipt_copy(receipt: Receipt) -> bytes:
 
 
 def _fingerprint_of(plan: Plan, receipts: list[Scanned]) -> str:
-    digests = [[one.receipt.data_sha256, one.receipt.index_sha256] for one in receipts]
-    return _fingerprint(plan.contract.hash, plan.hash, receipts[0].receipt.offset_hash, digests)
-
-
-def _fingerprint(contract_hash: str, plan_hash: str, offset: str | None, shards: list[list[str]]) -> str:
-    return sha256_json({"contract": contract_hash, "offset": offset, "plan": plan_hash, "shards": shards})
+    digests = [
+        covered(one.receipt.data_sha256, one.receipt.index_sha256, one.receipt.teacher_sha256) for one in receipts
+    ]
+    return content_fingerprint(plan.contract.hash, plan.hash, receipts[0].receipt.offset_hash, digests)
 
 
 def _publish(
@@ -266,7 +276,10 @@ def _publish(
         loss_tokens=plan.loss_tokens,
         shards=plan.geometry.shards,
         raw_bytes=plan.tokens * plan.geometry.bytes_per_token,
-        stored_bytes=sum(one.object_bytes for one in receipts),
+        stored_bytes=sum(
+            one.object_bytes + sum(named.bytes for named in one.receipt.teacher.values()) for one in receipts
+        ),
+        teacher=plan.teacher,
         quarantined={key: why for one in receipts for key, why in one.receipt.quarantined.items()},
         sealed_at=datetime.now(UTC).isoformat(timespec="seconds"),
         written_by=package_versions("statehouse", "pyarrow", "numpy", "zstandard"),
@@ -352,9 +365,12 @@ def load_shards_table(store: ObjectStore, seal: Seal) -> pa.Table:
             f"make it again from the shards with `statehouse repair {store.uri}`"
         )
     table = pq.read_table(pa.BufferReader(data))
-    digests = zip(table["data_sha256"].to_pylist(), table["index_sha256"].to_pylist(), strict=True)
-    shards = [list(pair) for pair in digests]
-    if _fingerprint(seal.contract_hash, seal.plan_hash, seal.offset_hash, shards) != seal.fingerprint:
+    teacher = (
+        table[TEACHER_COLUMN.name].to_pylist() if TEACHER_COLUMN.name in table.schema.names else [None] * len(table)
+    )
+    digests = zip(table["data_sha256"].to_pylist(), table["index_sha256"].to_pylist(), teacher, strict=True)
+    shards = [covered(*three) for three in digests]
+    if content_fingerprint(seal.contract_hash, seal.plan_hash, seal.offset_hash, shards) != seal.fingerprint:
         raise ShardCorrupt(
             f"{store.uri}/{seal_key(seal.number)}: its fingerprint {seal.fingerprint[:12]} is not that of its contract, plan, "
             f"offsets and shards; restore it with `{restore_command(store.uri)}`"
@@ -378,7 +394,10 @@ def _shards_table(receipts: list[Scanned]) -> pa.Table:
     }
     columns["object_bytes"] = [one.object_bytes for one in receipts]
     columns["receipt"] = [one.text for one in receipts]
-    return pa.table({name: columns[name] for name in SHARDS_SCHEMA.names}, schema=SHARDS_SCHEMA)
+    table = pa.table({name: columns[name] for name in SHARDS_SCHEMA.names}, schema=SHARDS_SCHEMA)
+    if not any(one.receipt.teacher for one in receipts):
+        return table
+    return table.append_column(TEACHER_COLUMN, pa.array([one.receipt.teacher_sha256 for one in receipts], pa.string()))
 
 
 def some(shards: Iterable[int]) -> str:

@@ -23,6 +23,7 @@ from storage.errors import ShardCorrupt
 from storage.object_store import ObjectStore, Tail
 from storage.plan import Geometry
 from storage.receipt import Receipt
+from storage.teacher import NONE, teacher_keys
 from storage.zarr_array import crc32c, strip_crc32c
 
 _MAGIC = b"SHRC"
@@ -54,6 +55,7 @@ class ShardIdentity:
     contract_hash: str
     codec: str
     geometry: Geometry
+    teacher: str = NONE
 
     @property
     def entries(self) -> int:
@@ -113,6 +115,10 @@ def read_footer(
     for field, value in expected.items():
         if getattr(receipt, field) != value:
             raise corrupt(where, f"its receipt says {field} {getattr(receipt, field)!r}, expected {value!r}")
+    if sorted(receipt.teacher) != sorted(teacher_keys(identity.teacher, shard)):
+        raise corrupt(
+            where, f"its receipt names teacher objects {sorted(receipt.teacher)}, planned: {identity.teacher}"
+        )
     return footer
 
 

@@ -45,8 +45,10 @@ from storage.seal import (
     shards_table_key,
 )
 from storage.sequences import sequence_id
-from storage.shard import ShardIdentity, read_footer
+from storage.shard import read_footer
 from storage.shard_check import Progress, check_shard
+from storage.teacher import FOLDER, NONE, teacher_keys, wrong_object
+from storage.writer import document_identity
 from storage.zarr_array import decode_chunk
 
 _TOKEN_ARRAYS = (("tokens", "int32"), ("loss_mask", "bool"))
@@ -107,6 +109,7 @@ def planned_keys(document: PlanDocument, seals: int) -> set[str]:
     shards = range(document.geometry.shards)
     keys = {layout.PLAN, layout.OFFSET, *document.objects}
     keys |= {layout.shard_key(shard) for shard in shards} | {layout.receipt_key(shard) for shard in shards}
+    keys |= {key for shard in shards for key in teacher_keys(document.teacher, shard)}
     keys |= {seal_key(number) for number in range(1, seals + 1)}
     return keys | {shards_table_key(number) for number in range(1, max(1, seals) + 1)}
 
@@ -116,10 +119,11 @@ def unplanned_keys(sizes: Iterable[str], document: PlanDocument, seals: int) -> 
     sizes = set(sizes)
     nested = tuple(key[: -len(layout.PLAN)] for key in sizes if key.endswith(f"/{layout.PLAN}"))
     known = planned_keys(document, seals)
+    later = document.teacher == NONE  # a summary that was added by other software
     return sorted(
         key
         for key in sizes
-        if key not in known and not key.startswith("teacher/") and not (nested and key.startswith(nested))
+        if key not in known and not (later and key.startswith(FOLDER)) and not (nested and key.startswith(nested))
     )
 
 
@@ -139,9 +143,7 @@ class _Check:
         self.store, self.full, self.threads = store, full, threads
         self.document = load_plan_document(store)
         self.only = None if only is None else set(only)
-        self.identity = ShardIdentity(
-            self.document.plan_hash, self.document.contract.hash, self.document.codec, self.document.geometry
-        )
+        self.identity = document_identity(self.document)
         self.report = Report(store.uri, "full" if full else "quick", shards=self.document.geometry.shards)
         self.seal: Seal | None = None
         self._progress, self._lock = progress, Lock()
@@ -242,7 +244,8 @@ class _Check:
             return None
         data = get_checked(self.store, layout.SEQUENCES, self.document)
         table = pq.read_table(pa.BufferReader(data)).cast(PLAN_SCHEMA)
-        plan = Plan(self.document.contract, self.document.codec, self.document.geometry, table)
+        document = self.document
+        plan = Plan(document.contract, document.codec, document.geometry, table, document.teacher)
         for name, here in (
             ("plan_hash", plan.hash),
             ("sequences", len(table)),
@@ -298,6 +301,11 @@ class _Check:
                 else:
                     self.checked(0)
                 receipts[shard] = footer.receipt
+                for name, named in footer.receipt.teacher.items():
+                    if what := wrong_object(self.store, name, named, sizes.get(name), self.full):
+                        self.bad(name, what, fix, shard)
+                    else:
+                        self.checked(named.bytes if self.full else 0)
             except ObjectMissing:
                 self.bad(key, "vanished while it was verified", fix, shard)
             except ShardCorrupt as error:

@@ -8,22 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from storage import layout
 from storage.codecs import codec_by_name
-from storage.commit import load_offset, load_plan_document, offset_hash, publish_offset
+from storage.commit import PlanDocument, load_offset, load_plan_document, offset_hash, publish_offset
 from storage.encode import encode_shard_view
 from storage.errors import StatehouseError
 from storage.objects import ObjectMissing, ObjectStore, open_store
 from storage.plan import Plan
 from storage.receipt import Receipt
 from storage.shard import Footer, ShardIdentity, read_footer
+from storage.teacher import TeacherSummary, check_summary, write_teacher
 
 
 def shard_identity(plan: Plan) -> ShardIdentity:
-    return ShardIdentity(plan.hash, plan.contract.hash, plan.codec, plan.geometry)
+    return ShardIdentity(plan.hash, plan.contract.hash, plan.codec, plan.geometry, plan.teacher)
+
+
+def document_identity(document: PlanDocument) -> ShardIdentity:
+    return ShardIdentity(
+        document.plan_hash, document.contract.hash, document.codec, document.geometry, document.teacher
+    )
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,7 @@ class ShardWriter:
     def from_uri(cls, uri: str) -> ShardWriter:
         store = open_store(uri)
         document = load_plan_document(store)
-        identity = ShardIdentity(document.plan_hash, document.contract.hash, document.codec, document.geometry)
-        return cls(store, identity)
+        return cls(store, document_identity(document))
 
     @property
     def calibrated(self) -> bool:
@@ -96,6 +103,7 @@ class ShardWriter:
         bits_TLH: np.ndarray,
         sequences: int,
         *,
+        teacher: TeacherSummary | None = None,
         written_by: Mapping[str, str | int | float] | None = None,
         seconds: Mapping[str, float] | None = None,
         quarantined: Mapping[str, str] | None = None,
@@ -104,22 +112,30 @@ class ShardWriter:
 
         Above S rows they are those of a run of shards that starts at `shard` (a `WorkUnit` of several): its first shard is
         PUT last, so that where that is, the others are; the receipt returned is the last shard's.
+        teacher: its rows, of the kind that is planned; PUT before the states and adopted the same way.
         quarantined: {sequence id: why} of sequences that could not be extracted; their states must be NaN.
         Raises ShardCorrupt when a key holds something else, StoreError when the store refuses.
         """
         offset = self.offset()
         if self.codec.needs_offset and offset is None:
             raise StatehouseError(f"{self.store.uri}: no exponent offsets yet; calibrate before the first shard")
+        check_summary(self.identity.teacher, teacher, len(bits_TLH))
         written: list[Written] = []
         run = self._run(shard, len(bits_TLH))
         for one, low, high in reversed(run):
             last = one == run[-1][0]
+            objects = None
+            if teacher is not None:
+                there = partial(self.store.exists, layout.shard_key(one))
+                size = self.identity.geometry.shard_tokens
+                objects = write_teacher(self.store, self.identity.teacher, one, teacher[low:high], size, there)
             data, receipt = encode_shard_view(
                 bits_TLH[low:high],
                 self.identity,
                 one,
                 sequences if last else 1,
                 offset,
+                teacher=objects,
                 written_by=written_by,
                 seconds=seconds,
                 quarantined=quarantined if last else None,

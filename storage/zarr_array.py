@@ -28,7 +28,7 @@ def array_metadata(
     shape: Sequence[int],
     chunks: Sequence[int],
     dtype: str,
-    fill_value: int | bool,
+    fill_value: int | bool | str,
     dimension_names: Sequence[str],
 ) -> bytes:
     """zarr.json of an unsharded array whose chunks are little-endian bytes, zstd, crc32c."""
@@ -64,7 +64,7 @@ def _array(
     shape: Sequence[int],
     chunks: Sequence[int],
     dtype: str,
-    fill_value: int | bool,
+    fill_value: int | bool | str,
     dimension_names: Sequence[str],
     codecs: list[dict[str, Any]],
 ) -> bytes:
