@@ -36,6 +36,7 @@ from benchmarks.real_states import order_0_bound, smollm2_states
 from benchmarks.report import Report
 from benchmarks.seaweed import BUCKET, NoServer, seaweedfs
 from benchmarks.storage_bars import BARS
+from benchmarks.tokens import measure_tokens
 from storage import layout
 from storage.codecs import codec_by_name
 from storage.kernels import kernels
@@ -321,7 +322,7 @@ def opening(report: Report, settings: Settings) -> None:
     report.measured("import_seconds", report.row("import storage", "s", imports))
 
 
-PARTS = ("codecs", "reading", "far_away", "writing", "memory", "planning", "opening")
+PARTS = ("codecs", "reading", "far_away", "tokens", "writing", "memory", "planning", "opening")
 
 
 def main() -> None:
@@ -346,6 +347,9 @@ def main() -> None:
         steps: dict[str, Callable[[], None]] = {
             "reading": lambda: reading(report, settings, corpus),
             "far_away": lambda: far_away(report, settings, corpus, endpoint),
+            "tokens": lambda: measure_tokens(
+                report, f"s3://{BUCKET}/tokens", endpoint, LINK, DELAY, timed, settings.repetitions
+            ),
             "memory": lambda: memory(report, settings, corpus),
             "writing": lambda: writing(report, settings, corpus),
             "opening": lambda: opening(report, settings),

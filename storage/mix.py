@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 from storage.contract import Contract, sha256_json
 from storage.errors import ContractMismatch, StatehouseError
 from storage.reader import Dataset, States, open_dataset
+from storage.stream import read_ahead
 
 
 @dataclass(frozen=True)
@@ -170,14 +171,8 @@ class Mixture:
         return dataset.read(row)
 
     def stream(self, order: Sequence[int], **options: Any) -> Iterator[States]:
-        """Sequences in `order`. options: those of `Dataset.stream`. Runs of one dataset are read ahead together."""
-        at = 0
-        while at < len(order):
-            number, end = self._dataset[order[at]], at
-            while end < len(order) and self._dataset[order[end]] == number:
-                end += 1
-            yield from self.datasets[number].stream([int(self._row[i]) for i in order[at:end]], **options)
-            at = end
+        """Sequences in `order`, read ahead across the datasets. options: those of `Dataset.stream`."""
+        return read_ahead([self.place(index) for index in order], **options)
 
     def epoch(self, epoch: int, seed: int = 0) -> np.ndarray:
         """Indices of one epoch in random order: [n] int64. A pure function of (mixture, epoch, seed).

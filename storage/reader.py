@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +19,7 @@ import pyarrow as pa
 
 from storage import layout
 from storage.buffers import BufferPool
-from storage.commit import get_checked, load_offset, load_plan, load_plan_document, offset_hash
+from storage.commit import load_offset, load_plan, load_plan_document, offset_hash
 from storage.contract import Contract
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
 from storage.fetch import ShardReader, twice
@@ -29,15 +27,14 @@ from storage.objects import LocalStore, ObjectStore, open_store
 from storage.receipt import Receipt
 from storage.seal import Seal, load_seal, load_shards_table, scan_shards, seal_key
 from storage.shard import Footer
+from storage.stream import read_ahead
 from storage.teacher import NONE, TeacherObject, TeacherReader, TeacherSummary
+from storage.token_reader import TokenReader
 from storage.writer import shard_identity
-from storage.zarr_array import decode_chunk
 
 if TYPE_CHECKING:
     import torch
 
-# Decoded chunks kept, of token ids (4 MiB) and masks (1 MiB) together: 160 MiB, so both of 32 Mi tokens.
-_TOKEN_CACHE = 64
 # Opening compares every object's size with the seal up to this many shards: 10 list requests. Above, each shard is
 # checked when it is first read (as it is below, too).
 _LISTED_SHARDS = 10_000
@@ -103,8 +100,7 @@ class Dataset:
         geometry = self.plan.geometry
         offset = twice(lambda: load_offset(store, (geometry.layers, geometry.hidden_size)))
         self._offset_LH, self._offset_hash = offset, offset_hash(self.plan.codec, offset)
-        self._tokens: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
-        self._lock = Lock()
+        self._token_reader = TokenReader(store, self._document)
         self._buffers = BufferPool(_IDLE_BYTES)
         identity = shard_identity(self.plan)
         self._reader = ShardReader(store, identity, offset, self._offset_hash, self._check_footer, threads)
@@ -224,6 +220,15 @@ class Dataset:
         """Another process opens it again: threads, connections and caches cannot be sent."""
         return functools.partial(open_dataset, **self._options), (self.uri,)
 
+    @property
+    def threads(self) -> int:
+        """Range GETs at once."""
+        return self._reader.threads
+
+    def state_bytes(self, index: int) -> int:
+        """Bytes of one sequence's states in memory."""
+        return self._place(index)[1] * self.plan.geometry.bytes_per_token
+
     def _place(self, index: int) -> tuple[int, int]:
         if os.getpid() != self._process:
             raise StatehouseError(
@@ -237,29 +242,7 @@ class Dataset:
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """token_ids [T] int32 and loss_mask [T] bool of one sequence."""
-        start, length = self._place(index)
-        return self._token_range("tokens", start, length), self._token_range("loss_mask", start, length)
-
-    def _token_range(self, array: str, start: int, length: int) -> np.ndarray:
-        parts = []
-        for chunk in range(start // layout.TOKEN_CHUNK, (start + length - 1) // layout.TOKEN_CHUNK + 1):
-            low = chunk * layout.TOKEN_CHUNK
-            parts.append(self._token_chunk(array, chunk)[max(0, start - low) : start + length - low])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _token_chunk(self, array: str, chunk: int) -> np.ndarray:
-        key = (array, chunk)
-        with self._lock:
-            if key in self._tokens:
-                self._tokens.move_to_end(key)
-                return self._tokens[key]
-        data = twice(lambda: get_checked(self.store, layout.token_key(array, chunk), self._document))
-        decoded = decode_chunk(data, "int32" if array == "tokens" else "bool", [layout.TOKEN_CHUNK])
-        with self._lock:
-            self._tokens[key] = decoded
-            while len(self._tokens) > _TOKEN_CACHE:
-                self._tokens.popitem(last=False)
-        return decoded
+        return self._token_reader.ask(*self._place(index))()
 
     def read(self, index: int, out: np.ndarray | None = None) -> States:
         """One sequence, by its row in `sequences`.
@@ -277,8 +260,9 @@ class Dataset:
             )
         else:
             bits = _fitting(out, shape)
+        tokens = self._token_reader.ask(start, length)  # on their way while the states are read
         self._reader.read(start, bits)
-        return self._states(index, bits)
+        return self._states(index, bits, *tokens())
 
     def read_planes(self, index: int) -> np.ndarray:
         """The byte planes of one sequence, uncompressed but not joined: uint8 [2, T, L, H] (`storage.torch_decode`)."""
@@ -301,10 +285,9 @@ class Dataset:
             return receipts[shard].teacher
         return Receipt.model_validate_json(receipts[shard].as_py()).teacher
 
-    def _states(self, index: int, bits: np.ndarray) -> States:
+    def _states(self, index: int, bits: np.ndarray, token_ids: np.ndarray, loss_mask: np.ndarray) -> States:
         import ml_dtypes
 
-        token_ids, loss_mask = self.tokens(index)
         row = self.sequences.slice(index % len(self), 1).to_pylist()[0]
         hidden, teacher = bits.view(ml_dtypes.bfloat16), functools.partial(self.teacher, index)
         return States(row["id"], row["source"], row["group"], token_ids, loss_mask, hidden, teacher)
@@ -323,32 +306,9 @@ class Dataset:
         together (the next sequence is always read, however long). Beside them lie the one the caller holds, the parts in
         flight (16 MiB for each thread that fetches) and idle buffers no larger than what was in use.
         """
-        most = max(1, ahead if ahead is not None else 4 if ahead_bytes is None else 64)
-        limit = float("inf") if ahead_bytes is None else max(0, ahead_bytes)
         if order is None:
             order = np.argsort(self._columns["start"]).tolist()
-        per_token = self.plan.geometry.bytes_per_token
-        waiting: deque[tuple[int, Future[States]]] = deque()
-        held = 0
-        # A few sequences at once are enough: each is fetched by all the threads of the reader.
-        pool = ThreadPoolExecutor(min(most, self._reader.threads), thread_name_prefix="statehouse-read")
-        try:
-            todo = deque(order)
-            while todo or waiting:
-                while todo and len(waiting) < most:
-                    size = self._place(todo[0])[1] * per_token
-                    if waiting and held + size > limit:
-                        break
-                    waiting.append((size, pool.submit(self.read, todo.popleft())))
-                    held += size
-                size, future = waiting.popleft()
-                states = future.result()
-                del future  # or the sequence would live on until the next one is there
-                held -= size
-                yield states
-                del states
-        finally:
-            pool.shutdown(cancel_futures=True)
+        return read_ahead([(self, index) for index in order], ahead=ahead, ahead_bytes=ahead_bytes)
 
     def shards_table(self) -> pa.Table:
         """Receipts of all shards (`storage.seal.SHARDS_SCHEMA`). Raises DatasetNotSealed."""

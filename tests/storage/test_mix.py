@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from storage.errors import ContractMismatch, DatasetMissing, DatasetNotSealed, S
 from storage.mix import Filter, Mixture, Part, open_mixture
 from storage.objects import LocalStore, open_store
 from storage.plan import WorkUnit, make_plan
+from storage.reader import Dataset, States
 from storage.reuse import Sources, fill_reusable, find_reusable, origins
 from storage.seal import seal_dataset
 from storage.writer import ShardWriter
@@ -50,6 +52,32 @@ def test_a_mixture_holds_every_sequence_once(two: tuple[str, str, pa.Table]) -> 
     assert mixture.read(-1).id == mixture.sequences["id"][59].as_py()
     with pytest.raises(IndexError):
         mixture.read(60)
+
+
+def test_a_stream_reads_ahead_across_the_datasets(
+    two: tuple[str, str, pa.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In random order every sequence but a few lies in another dataset than the one before."""
+    mixture = open_mixture(list(two[:2]))
+    order = np.random.default_rng(0).permutation(60).tolist()
+    assert len(set(mixture.sequences["dataset"].to_pylist())) == 2
+    begun: list[int] = []
+    real = Dataset.read
+
+    def counted(self: Dataset, index: int, out: np.ndarray | None = None) -> States:
+        begun.append(index)
+        return real(self, index, out)
+
+    monkeypatch.setattr(Dataset, "read", counted)
+    stream = mixture.stream(order, ahead=6)
+    for at, states in enumerate(stream):
+        assert states.id == mixture.sequences["id"][order[at]].as_py()
+        time.sleep(0.005)
+        assert len(begun) >= min(60, at + 3)
+        if at == 30:
+            break
+    stream.close()  # type: ignore[attr-defined]
+    assert len(begun) <= 31 + 6
 
 
 def test_filters_restrict_by_source_length_loss_and_ids(two: tuple[str, str, pa.Table], tmp_path: Path) -> None:
