@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pydantic import BaseModel
 from tiny import sealed, states_of
+
+from storage.commit import PlanDocument
+from storage.contract import Contract
+from storage.plan import PLAN_SCHEMA, Geometry
+from storage.receipt import LossyError, Receipt
+from storage.seal import SHARDS_SCHEMA, Seal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +35,66 @@ def test_the_zarr_snippet_of_the_format_document_reads_the_same_bits(tmp_path: P
     assert (bits == expected).all()
     assert (states.view(np.uint32) >> 16 == expected).all()
     assert len(np.asarray(names["token_ids"])) == row["length"]
+
+
+def test_the_fingerprint_snippet_of_the_format_document_makes_the_sealed_one(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "dataset-format.md").read_text()
+    snippet = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    _, seal = sealed(str(tmp_path))
+    names: dict[str, object] = {"uri": str(tmp_path)}
+    exec(snippet, names)
+    assert names["fingerprint"] == seal.fingerprint
+
+
+def documented_fields(title: str) -> dict[str, str]:
+    """{field: type} of the table of the format document below a line that begins with `title`."""
+    text = (ROOT / "docs" / "dataset-format.md").read_text()
+    table = text.split(f"\n{title}", 1)[1].split("|---|---|---|\n", 1)[1].split("\n\n", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {row[0].strip("`"): row[1] for row in rows}
+
+
+def json_type(schema: dict[str, Any]) -> str:
+    """As the format document calls it."""
+    if "anyOf" in schema:
+        return ", ".join(json_type(one) for one in schema["anyOf"])
+    if "$ref" in schema:
+        return "object"
+    if schema.get("type") == "object":
+        return "map"
+    return str(schema.get("type", "string"))
+
+
+@pytest.mark.parametrize(
+    ("title", "model"),
+    [
+        ("Fields of `plan.json`", PlanDocument),
+        ("Fields of `contract`", Contract),
+        ("Fields of `geometry`", Geometry),
+        ("Fields of a receipt", Receipt),
+        ("Fields of `lossy_error`", LossyError),
+        ("Fields of a seal", Seal),
+    ],
+)
+def test_the_format_document_lists_the_fields_of_every_document(title: str, model: type[BaseModel]) -> None:
+    schema = model.model_json_schema()
+    assert documented_fields(title) == {name: json_type(one) for name, one in schema["properties"].items()}
+
+
+@pytest.mark.parametrize(
+    ("title", "schema"),
+    [("Columns of `sequences.parquet`", PLAN_SCHEMA), ("Columns of `shards.parquet`", SHARDS_SCHEMA)],
+)
+def test_the_format_document_lists_the_columns_of_every_table(title: str, schema: pa.Schema) -> None:
+    expected = {one.name: str(one.type).replace("item: ", "") for one in schema}
+    assert documented_fields(title) == expected
+
+
+def test_the_recorded_fields_of_the_contract_are_those_the_format_document_names() -> None:
+    text = (ROOT / "docs" / "dataset-format.md").read_text()
+    recorded = re.search(r"recorded only: `([^`]+)`", text)
+    assert recorded
+    assert set(recorded[1].split(", ")) == Contract.RECORDED
 
 
 @pytest.mark.parametrize(
