@@ -159,7 +159,8 @@ def reuse(recipe: Recipe, store: ObjectStore, plan: Plan, missing: set[int]) -> 
     """
     if not recipe.dataset.reuse or not missing:
         return Reusable()
-    found = find_reusable(recipe.dataset.reuse, plan.contract, plan.table["id"].to_pylist(), codec=plan.codec)
+    ids = plan.table["id"].to_pylist()
+    found = find_reusable(recipe.dataset.reuse, plan.contract, ids, codec=plan.codec, teacher=plan.teacher)
     for uri, why in found.skipped.items():
         job.log.warning("reuse skips uri=%s reason=%s", uri, why)
     whole = [unit for unit in found.units(plan) if not missing.isdisjoint(range(unit.shard, unit.shard + unit.shards))]

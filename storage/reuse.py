@@ -19,6 +19,7 @@ from storage.contract import Contract
 from storage.errors import ShardCorrupt
 from storage.plan import Plan, WorkUnit
 from storage.reader import Dataset, open_dataset
+from storage.teacher import NONE, TeacherSummary, join, topk_of
 from storage.writer import ShardWriter, Written
 
 
@@ -88,6 +89,27 @@ class Sources:
             low += length
         return bits
 
+    def complete_teacher(
+        self, lengths: Sequence[int], known: Mapping[int, Place], kind: str, extracted: TeacherSummary | None = None
+    ) -> TeacherSummary | None:
+        """The teacher summary of all sequences of a work unit, as `complete` gives their states; None for kind `none`.
+
+        extracted: that of the sequences that are not known, together, in order.
+        """
+        if kind == NONE or not known:
+            return extracted
+        parts, taken = [], 0
+        for at, length in enumerate(lengths):
+            if at in known:
+                found = self.dataset(known[at].uri).teacher(known[at].row)
+                assert found is not None  # `find_reusable` has looked
+                parts.append(found if topk_of(kind) else TeacherSummary(found.argmax, found.logsumexp))
+            else:
+                assert extracted is not None
+                parts.append(extracted[taken : taken + length])
+                taken += length
+        return join(parts)
+
 
 @dataclass
 class Reusable:
@@ -120,12 +142,18 @@ class Reusable:
 
 
 def find_reusable(
-    uris: Iterable[str], contract: Contract, sequence_ids: Sequence[str], *, codec: str = "lossless"
+    uris: Iterable[str],
+    contract: Contract,
+    sequence_ids: Sequence[str],
+    *,
+    codec: str = "lossless",
+    teacher: str = NONE,
 ) -> Reusable:
     """Which of `sequence_ids` lie in sealed datasets whose contract equals `contract`; of several the first counts.
 
     codec: the one they will be stored with. States that a codec has rounded serve only for that very codec, and only where
-    rounding twice is rounding once (bitround): a dataset says of itself what it lost. Datasets that cannot serve are no
+    rounding twice is rounding once (bitround): a dataset says of itself what it lost. teacher: the kind of summary they will
+    be stored with; a dataset must have it, or a larger one. Datasets that cannot serve are no
     error: `skipped` says why. Raises whatever `open_dataset` raises: a dataset that is not there is a mistake, not a choice.
     """
     found = Reusable()
@@ -139,6 +167,9 @@ def find_reusable(
         kept = dataset.plan.codec
         if codec_by_name(kept).lossy and not (kept == codec and kept.startswith("bitround")):
             found.skipped[uri] = f"its codec {kept} has lost what codec {codec} promises to keep"
+            continue
+        if teacher not in (NONE, kind := dataset.plan.teacher) and not (teacher == "argmax" and topk_of(kind)):
+            found.skipped[uri] = f"its teacher summary is {kind}, {teacher} is wanted"
             continue
         found.sources.add(dataset)
         fingerprint = dataset.fingerprint
@@ -178,10 +209,12 @@ def fill_reusable(
         if writer.calibrated and writer.find(unit.shard, unit.tokens) is not None:
             return unit, None
         known = reusable.known(plan, unit)
-        bits = reusable.sources.complete(length[unit.rows].tolist(), known)
+        lengths = length[unit.rows].tolist()
+        bits = reusable.sources.complete(lengths, known)
         if not writer.calibrated:
             writer.calibrate(bits)
-        return unit, writer.write(unit.shard, bits, len(unit.rows), written_by=origins(known))
+        teacher = reusable.sources.complete_teacher(lengths, known, plan.teacher)
+        return unit, writer.write(unit.shard, bits, len(unit.rows), teacher=teacher, written_by=origins(known))
 
     shards: list[int] = []
     with ThreadPoolExecutor(threads) as pool:

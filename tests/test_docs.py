@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import test_teacher
 from pydantic import BaseModel
 from tiny import sealed, states_of
 
@@ -37,10 +38,11 @@ def test_the_zarr_snippet_of_the_format_document_reads_the_same_bits(tmp_path: P
     assert len(np.asarray(names["token_ids"])) == row["length"]
 
 
-def test_the_fingerprint_snippet_of_the_format_document_makes_the_sealed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("teacher", ["none", "argmax"])
+def test_the_fingerprint_snippet_of_the_format_document_makes_the_sealed_one(tmp_path: Path, teacher: str) -> None:
     text = (ROOT / "docs" / "dataset-format.md").read_text()
     snippet = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    _, seal = sealed(str(tmp_path))
+    _, seal = sealed(str(tmp_path)) if teacher == "none" else test_teacher.sealed(str(tmp_path), teacher)
     names: dict[str, object] = {"uri": str(tmp_path)}
     exec(snippet, names)
     assert names["fingerprint"] == seal.fingerprint

@@ -17,6 +17,7 @@ from storage.errors import PlanConflict, ShardCorrupt, StatehouseError
 from storage.objects import LocalStore, open_store
 from storage.plan import Plan, WorkUnit, make_plan
 from storage.repair import damaged_shards, settle
+from storage.reuse import Sources, fill_reusable, find_reusable
 from storage.seal import Seal, load_seals, seal_dataset
 from storage.teacher import TeacherSummary, blank, join, parse_teacher, teacher_keys, topk_of
 from storage.verify import verify
@@ -218,3 +219,33 @@ def test_a_copy_takes_the_summary_along_and_proves_it(tmp_path: Path) -> None:
     source.put(key, target.get(key)[:-1] + b"x")
     with pytest.raises(ShardCorrupt, match=key):
         copy_dataset(source, LocalStore(tmp_path / "c"))
+
+
+def test_summaries_are_reused_with_the_states_and_cut_to_the_kind_that_is_wanted(tmp_path: Path) -> None:
+    table, old = sequences(20, 200), str(tmp_path / "old")
+    sealed(old, "topk(3)", table.slice(0, 12))
+    ids = table["id"].to_pylist()
+    assert (
+        "teacher summary is topk(3), topk(4) is wanted"
+        in find_reusable([old], contract(), ids, teacher="topk(4)").skipped[old]
+    )
+    uri = str(tmp_path / "new")
+    plan = planned(uri, "argmax", table, shard_length=1024)
+    reusable, lengths = find_reusable([old], contract(), ids, teacher="argmax"), plan.column("length")
+    assert len(reusable) == 12
+    writer, filled = ShardWriter.from_uri(uri), fill_reusable(ShardWriter.from_uri(uri), plan, reusable)
+    for unit in plan.units():
+        if unit.shard not in filled:
+            known, rows = reusable.known(plan, unit), lengths[unit.rows].tolist()
+            others = [int(row) for at, row in enumerate(unit.rows) if at not in known]
+            extracted = join([summary_of(ids[row], int(lengths[row]), "argmax") for row in others])
+            if not writer.calibrated:
+                writer.calibrate(unit_states(plan, unit))
+            summary = Sources().complete_teacher(rows, known, "argmax", extracted)
+            writer.write(unit.shard, unit_states(plan, unit), len(unit.rows), teacher=summary)
+    seal_dataset(open_store(uri), plan)
+    dataset = open_dataset(uri)
+    for row, key in enumerate(ids):
+        kind = "topk(3)" if key in reusable else "argmax"
+        expected = summary_of(key, int(lengths[row]), kind)
+        assert same(dataset.teacher(row), TeacherSummary(expected.argmax, expected.logsumexp))
