@@ -59,7 +59,8 @@ class TokenReader:
     def _chunk(self, array: str, chunk: int) -> Future[np.ndarray]:
         key = (array, chunk)
         with self._lock:
-            if (found := self._chunks.get(key)) is not None:
+            found = self._chunks.get(key)
+            if found is not None and not (found.done() and found.exception()):
                 self._chunks.move_to_end(key)
                 return found
             future = self._chunks[key] = self._pool.submit(self._load, array, chunk)

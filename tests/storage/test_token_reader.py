@@ -27,6 +27,8 @@ class Slow(LocalStore):
         super().__init__(path)
         self.gets: Counter[str] = Counter()
         self.at_once = self.most = self.failures = 0
+        self.open = threading.Event()  # GETs wait for it
+        self.open.set()
         self._counting = threading.Lock()
 
     def get(self, key: str) -> bytes:
@@ -37,6 +39,7 @@ class Slow(LocalStore):
             fails = self.failures > 0
             self.failures -= fails
         time.sleep(0.02)
+        self.open.wait(30)
         with self._counting:
             self.at_once -= 1
         if fails:
@@ -104,7 +107,9 @@ def test_an_error_is_raised_to_all_who_wait_and_not_kept(
     store, document, _, _ = many_chunks
     reader = TokenReader(store, document)
     store.failures = 2
+    store.open.clear()
     first, second = reader.ask(0, 5), reader.ask(5, 5)
+    store.open.set()
     for answer in (first, second):
         with pytest.raises(StoreError, match="the store failed"):
             answer()
