@@ -36,7 +36,7 @@ class Slow(LocalStore):
             self.gets[key] += 1
             self.at_once += 1
             self.most = max(self.most, self.at_once)
-            fails = self.failures > 0
+            fails = self.failures > 0 and key.startswith("tokens/")
             self.failures -= fails
         time.sleep(0.02)
         self.open.wait(30)
@@ -106,7 +106,7 @@ def test_an_error_is_raised_to_all_who_wait_and_not_kept(
 ) -> None:
     store, document, _, _ = many_chunks
     reader = TokenReader(store, document)
-    store.failures = 2
+    store.failures = 1  # the loss mask comes
     store.open.clear()
     first, second = reader.ask(0, 5), reader.ask(5, 5)
     store.open.set()
