@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import statistics
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,13 +40,16 @@ def machine() -> dict[str, Any]:
 
 @dataclass
 class Report:
-    """rows: {measurement, unit, values, ...}. bars: {name: {value, limit, better, what}}; value None: not measured, `note` says why."""
+    """rows: {measurement, unit, values, ...}. bars: {name: {value, limit, better, what}}; value None: not measured, `note`
+    says why. Each row goes to stderr as it comes, so that a long run shows where it is; `show` prints the tables to stdout.
+    """
 
     name: str
     quick: bool
     machine: dict[str, Any] = field(default_factory=machine)
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
 
     def row(self, measurement: str, unit: str, values: Sequence[float], **more: Any) -> float:
         """Adds a row; returns the median of its repetitions."""
@@ -58,10 +63,16 @@ class Report:
                 **more,
             }
         )
+        self._say(f"{measurement}: {median:.4g} {unit}", more.get("note", ""))
         return median
 
     def absent(self, measurement: str, why: str) -> None:
         self.rows.append({"measurement": measurement, "unit": "-", "median": None, "values": [], "note": why})
+        self._say(measurement, why)
+
+    def _say(self, what: str, note: str) -> None:
+        seconds = time.perf_counter() - self.began
+        print(f"[{seconds:6.1f} s] {what}{f' ({note})' if note else ''}", file=sys.stderr, flush=True)
 
     def bar(self, name: str, value: float, limit: float, better: str, what: str) -> None:
         self.bars[name] = {"value": float(f"{value:.5g}"), "limit": limit, "better": better, "what": what}
@@ -90,6 +101,7 @@ class Report:
             "benchmark": self.name,
             "quick": self.quick,
             "machine": self.machine,
+            "seconds": round(time.perf_counter() - self.began, 1),
             "rows": self.rows,
             "bars": self.bars,
         }

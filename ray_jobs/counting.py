@@ -8,9 +8,7 @@ named twice once.
 from __future__ import annotations
 
 import functools
-import glob
 import io
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,11 +17,12 @@ import numpy as np
 from ray_jobs import job
 from storage import Dataset, StatehouseError, open_dataset
 from storage.commit import get_checked, load_plan_document
-from storage.errors import ContractMismatch, RecipeError, ShardCorrupt
+from storage.errors import ContractMismatch, ShardCorrupt
 from storage.layout import TOKEN_CHUNK, token_key
 from storage.zarr_array import decode_chunk
 from vocab.counting import SideCounts, Split, Units, count_sides, cover_units
 from vocab.counts import TokenCounts
+from vocab.files import find_files
 from vocab.folds import FoldCounts
 from vocab.groups import GroupCoverage
 from vocab.inputs import Batch, read_batches
@@ -32,8 +31,8 @@ from vocab.inputs import Batch, read_batches
 _LEAST_TASK_TOKENS = 4 << 20
 # Tasks a core, so that no core waits long for the last one.
 _TASKS_A_CORE = 4
-# Tokens in memory at a time, in each worker: counts of 163,840 ids are made and added once for so many.
-_BATCH_TOKENS = 8 << 20
+# Tokens of a batch, which a worker has in memory: counts of 163,840 ids are made and added once for so many.
+_BATCH_TOKENS = 4 << 20
 
 
 def open_all(uris: Sequence[str]) -> list[Dataset]:
@@ -70,20 +69,17 @@ def dataset_tasks(datasets: Sequence[Dataset], cores: int) -> tuple[list[dict[st
     for dataset, rows in picked:
         rows = rows[np.argsort(dataset.sequences["start"].to_numpy()[rows], kind="stable")]
         length = dataset.sequences["length"].to_numpy().astype(np.int64)[rows]
-        cuts = np.flatnonzero(np.diff(np.cumsum(length) // budget)) + 1
+        cuts = np.flatnonzero(np.diff((np.cumsum(length) - 1) // budget)) + 1
         tasks += [{"uri": dataset.uri, "rows": part.astype(np.int64)} for part in np.split(rows, cuts) if len(part)]
     return tasks, loss_tokens
 
 
 def file_tasks(patterns: Sequence[str]) -> list[dict[str, Any]]:
-    """Tasks {path} over the files that globs name, each once. Raises RecipeError for a glob that names none."""
-    paths: dict[str, None] = {}
-    for pattern in patterns:
-        found = sorted(glob.glob(pattern))
-        if not found:
-            raise RecipeError(f"vocab.files: {pattern!r} names no file")
-        paths |= dict.fromkeys(os.path.realpath(path) for path in found)
-    return [{"path": path} for path in paths]
+    """Tasks {path} over the files that globs name, local or on object storage, each once.
+
+    Raises VocabError for a glob that names none.
+    """
+    return [{"path": path} for path in find_files(patterns, "vocab.files")]
 
 
 class _Tokens:
@@ -151,10 +147,10 @@ def task_batches(task: dict[str, Any], split: Split) -> Iterator[Batch]:
 
 def count_all(tasks: list[dict[str, Any]], vocab_size: int, split: Split) -> SideCounts:
     """First pass: loss-bearing tokens by side and source. Needs Ray. Raises StatehouseError as a worker found it."""
-    total = SideCounts.empty(vocab_size, split)
+    sums = Sums(vocab_size, split)
     for row in _run(tasks, functools.partial(_count, vocab_size=vocab_size, split=split)):
-        total = total + _unpacked(row["counts"], vocab_size, split)
-    return total
+        sums.add(row)
+    return sums.total()
 
 
 def cover_all(tasks: list[dict[str, Any]], split: Split, tables: np.ndarray, sizes: int) -> Units:
@@ -176,6 +172,8 @@ def _run(tasks: list[dict[str, Any]], function: Any) -> Iterator[dict[str, Any]]
     import ray.data
 
     job.quiet_ray_data()
+    # It would keep cores free for operators that there are not: one task ran at a time on two cores for half of a pass.
+    ray.data.DataContext.get_current().op_resource_reservation_enabled = False
     for row in ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(function).iter_rows():
         if row["error"]:
             raise ShardCorrupt(row["error"])
@@ -186,8 +184,8 @@ def _count(task: dict[str, Any], *, vocab_size: int, split: Split) -> dict[str, 
     try:
         counts = count_sides(task_batches(task, split), vocab_size, split)
     except StatehouseError as error:  # would come back wrapped in a traceback of Ray's
-        return {"counts": b"", "error": str(error)}
-    return {"counts": _packed(counts), "error": ""}
+        return {"sides": [], "sources": [], "kind": "", "counts": b"", "error": str(error)}
+    return {**_packed(counts), "error": ""}
 
 
 def _cover(task: dict[str, Any], *, split: Split, tables: Any, sizes: int) -> dict[str, Any]:
@@ -210,39 +208,43 @@ def _cover(task: dict[str, Any], *, split: Split, tables: Any, sizes: int) -> di
     return {"units": sink.getvalue(), "error": ""}
 
 
-def _packed(counts: SideCounts) -> bytes:
-    """Counts as bytes, zeros left out: 12 bytes a distinct id instead of 8 an id of the vocabulary."""
+def _packed(counts: SideCounts) -> dict[str, Any]:
+    """Counts as a row that Ray Data carries: sides, source names and the dense rows [kinds, vocab] as bytes of type `kind`.
+
+    Dense: 4 bytes an id of the vocabulary, source and side, whatever was counted; most ids occur, and taking the zeros
+    out took longer than counting a million tokens.
+    """
     sides = [*counts.folds.folds, counts.held_out]
-    rows = [
-        (side, name, row)
-        for side, part in enumerate(sides)
-        for name, row in zip(part.sources, part.counts, strict=True)
-    ]
-    ids = [np.flatnonzero(row) for _, _, row in rows]
-    sink = io.BytesIO()
-    np.savez(
-        sink,
-        side=np.array([side for side, _, _ in rows], np.int64),
-        source=np.array([name for _, name, _ in rows], dtype=str),
-        distinct=np.array([part.size for part in ids], np.int64),
-        ids=np.concatenate([*ids, np.zeros(0, np.int64)]).astype(np.int32),
-        counts=np.concatenate(
-            [*(row[part] for (_, _, row), part in zip(rows, ids, strict=True)), np.zeros(0, np.int64)]
-        ),
-    )
-    return sink.getvalue()
+    rows = [(side, name) for side, part in enumerate(sides) for name in part.sources]
+    largest = max((int(part.counts.max(initial=0)) for part in sides), default=0)
+    kind = "<u4" if largest < 2**32 else "<i8"
+    return {
+        "sides": [side for side, _ in rows],
+        "sources": [name for _, name in rows],
+        "kind": kind,
+        "counts": b"".join(part.counts.astype(kind).tobytes() for part in sides),
+    }
 
 
-def _unpacked(data: bytes, vocab_size: int, split: Split) -> SideCounts:
-    with np.load(io.BytesIO(data), allow_pickle=False) as part:
-        side, source, distinct, ids, counts = (part[name] for name in ("side", "source", "distinct", "ids", "counts"))
-    ends = np.cumsum(distinct)
-    of_side: list[TokenCounts] = []
-    for wanted in range(split.sides):
-        rows = np.flatnonzero(side == wanted)
-        dense = np.zeros((rows.size, vocab_size), np.int64)
-        for at, row in enumerate(rows.tolist()):
-            span = slice(int(ends[row] - distinct[row]), int(ends[row]))
-            dense[at, ids[span]] = counts[span]
-        of_side.append(TokenCounts(dense, tuple(source[rows].tolist()), vocab_size))
-    return SideCounts(FoldCounts(tuple(of_side[: split.folds]), split.seed), of_side[split.folds])
+class Sums:
+    """The sum of packed counts, kept in place: one addition a kind, however many tasks there are."""
+
+    def __init__(self, vocab_size: int, split: Split) -> None:
+        self.vocab_size, self.split = vocab_size, split
+        self._rows: dict[tuple[int, str], np.ndarray] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        dense = np.frombuffer(row["counts"], row["kind"]).reshape(-1, self.vocab_size)
+        for at, counts in zip(zip(row["sides"], row["sources"], strict=True), dense, strict=True):
+            if at in self._rows:
+                self._rows[at] += counts
+            else:
+                self._rows[at] = counts.astype(np.int64)
+
+    def total(self) -> SideCounts:
+        parts = []
+        for wanted in range(self.split.sides):
+            mine = [at for at in self._rows if at[0] == wanted]
+            rows = np.stack([self._rows[at] for at in mine]) if mine else np.zeros((0, self.vocab_size), np.int64)
+            parts.append(TokenCounts(rows, tuple(name for _, name in mine), self.vocab_size))
+        return SideCounts(FoldCounts(tuple(parts[: self.split.folds]), self.split.seed), parts[self.split.folds])

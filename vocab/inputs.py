@@ -2,23 +2,25 @@
 
 Columns: `token_ids` or `input_ids` (list of integers); if there, `loss_mask` (list of booleans or 0/1, as long as the
 ids), `source` (text) and a column that names the prompt group. Arrow files are those of Hugging Face `datasets` too
-(`save_to_disk`, which SpecForge and speculators read); they are mapped, not copied. Parquet and Arrow go from Arrow's buffers to numpy without a
-Python object a token (70 M tokens/s against 5 M); what Arrow cannot say plainly goes through rows, which name the bad one.
+(`save_to_disk`, which SpecForge and speculators read); local ones are mapped, not copied. Parquet and Arrow go from
+Arrow's buffers to numpy without a Python object a token (70 M tokens/s against 5 M); what Arrow cannot say plainly goes
+through rows, which name the bad one. A path may be a URI of object storage.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vocab.errors import VocabError
+from vocab.files import is_remote, open_file
 
 _ROWS = 1024
 # Tokens of a batch of Parquet, about: 4 MiB of int32.
@@ -80,7 +82,7 @@ def _parquet(path: str, group_column: str) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with open_file(path) as opened, pq.ParquetFile(path if not is_remote(path) else opened) as file:
             wanted = (*_IDS, "loss_mask", "source", group_column)
             columns = [name for name in file.schema_arrow.names if name in wanted]
             if not set(_IDS) & set(columns):
@@ -101,7 +103,7 @@ def _arrow(path: str, group_column: str) -> Iterator[Any]:
 
     wanted = (*_IDS, "loss_mask", "source", group_column)
     try:
-        with pa.memory_map(path) as source:
+        with pa.PythonFile(open_file(path), mode="r") if is_remote(path) else pa.memory_map(path) as source:
             try:
                 file = pa.ipc.open_file(source)
                 batches = (file.get_batch(at) for at in range(file.num_record_batches))
@@ -163,8 +165,9 @@ def _json_lines(path: str) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     number = 0
     try:
-        with gzip.open(path, "rt") if path.endswith(".gz") else Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+        with open_file(path) as opened:
+            plain = gzip.GzipFile(fileobj=opened) if path.endswith(".gz") else opened
+            for number, line in enumerate(io.TextIOWrapper(plain, encoding="utf-8"), 1):
                 if not line.strip():
                     continue
                 row = json.loads(line)

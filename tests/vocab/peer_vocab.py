@@ -43,24 +43,24 @@ def child(peer: str, data: str, vocab: int, draft: int, folder: str) -> None:
         )
 
         path = os.path.join(folder, "token_freq.pt")
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         save_token_frequency_distribution(rows, path)
         d2t, t2d = build_vocab_mappings_from_distribution(torch.load(path), draft, vocab)
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     else:
         from specforge.data.preprocessing import generate_vocab_mapping_file
 
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         path = generate_vocab_mapping_file(rows, vocab, draft, cache_dir=folder, cache_key="map")
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         found = torch.load(path, weights_only=True)
         d2t, t2d = found["d2t"], found["t2d"]
     torch.save({"d2t": d2t, "t2d": t2d}, os.path.join(folder, f"map_{peer}.pt"))
     ids = t2d.nonzero().squeeze(1).to(torch.int64).numpy().astype("<i8")
     with open("/proc/self/status") as status:
         peak = int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 1024
-    result = {"peer": peer, "seconds": seconds, "peak_mb": peak, "hash": hashlib.sha256(ids.tobytes()).hexdigest()}
-    print("RESULT " + json.dumps(result))
+    result = {"peer": peer, "seconds": seconds, "cpu_seconds": cpu, "peak_mb": peak}
+    print("RESULT " + json.dumps(result | {"hash": hashlib.sha256(ids.tobytes()).hexdigest()}))
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
     for peer in peers or ["speculators", "specforge"]:
         command = [sys.executable, __file__, "--child", vocab, draft, folder, peer, data]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        sys.stdout.write("".join(line + "\n" for line in done.stdout.splitlines() if line.startswith("RESULT ")))
+        print(*(line for line in done.stdout.splitlines() if line.startswith("RESULT ")), sep="\n", flush=True)
         sys.stderr.write(done.stderr[-2000:] if done.returncode else "")
         failed = failed or done.returncode != 0
     sys.exit(failed)

@@ -10,19 +10,23 @@ import pytest
 from tiny import VOCAB, planned, sealed, sequences
 
 from ray_jobs import counting
-from ray_jobs.counting import _packed, _unpacked, dataset_tasks, file_tasks, open_all, task_batches
+from ray_jobs.counting import Sums, _packed, dataset_tasks, file_tasks, open_all, task_batches
 from storage import open_dataset
-from storage.errors import ContractMismatch, DatasetNotSealed, RecipeError
-from vocab.counting import Split, count_sides
+from storage.errors import ContractMismatch, DatasetNotSealed
+from vocab.counting import SideCounts, Split, count_sides
+from vocab.counts import TokenCounts
+from vocab.errors import VocabError
 
 SPLIT = Split(folds=3, held_out=0.2, seed=0)
 
 
 def counted(tasks: list[dict[str, object]]) -> tuple[list[list[int]], list[int]]:
     counts = count_sides((batch for task in tasks for batch in task_batches(task, SPLIT)), VOCAB, SPLIT)
-    again = _unpacked(_packed(counts), VOCAB, SPLIT)
-    assert again.folds.total() == counts.folds.total()
-    assert again.held_out == counts.held_out
+    sums = Sums(VOCAB, SPLIT)
+    sums.add(_packed(counts))
+    assert (sums.total().folds.total(), sums.total().held_out) == (counts.folds.total(), counts.held_out)
+    sums.add(_packed(counts))
+    assert sums.total().folds.total() == counts.folds.total() + counts.folds.total()
     return [fold.total().tolist() for fold in counts.folds.folds], counts.held_out.total().tolist()
 
 
@@ -70,7 +74,7 @@ def test_plain_files_count_like_the_dataset_they_came_from(tmp_path: Path) -> No
     tasks = file_tasks([str(tmp_path / "*.jsonl"), str(tmp_path / "ids.jsonl")])
     assert len(tasks) == 1  # two globs, one file
     assert counted(tasks) == counted(dataset_tasks([dataset], 2)[0])
-    with pytest.raises(RecipeError, match="names no file"):
+    with pytest.raises(VocabError, match=r"vocab.files: .*\.parquet: no such file"):
         file_tasks([str(tmp_path / "*.parquet")])
 
 
@@ -89,6 +93,15 @@ def test_two_tokenisers_and_unsealed_datasets_are_refused(tmp_path: Path) -> Non
     seal_dataset(open_store(str(tmp_path / "b")), plan)
     with pytest.raises(ContractMismatch, match="tokenizer_hash is other, .* token ids of two tokenisers"):
         open_all([str(tmp_path / "a"), str(tmp_path / "b")])
+
+
+def test_counts_too_large_for_four_bytes_are_carried_whole() -> None:
+    large = count_sides([], 3, SPLIT)
+    held = TokenCounts(np.array([[2**40, 0, 1]]), ("a",), 3)
+    sums = Sums(3, SPLIT)
+    sums.add(_packed(SideCounts(large.folds, held)))
+    assert sums.total().held_out == held
+    assert sums.total().folds.total().tokens == 0
 
 
 def test_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,9 @@ def test_a_wrong_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "none.jsonl: cannot read it: No such file" in failure(capsys, "coverage", str(tmp_path / "none.jsonl"))
-    assert "none.parquet: cannot read it" in failure(capsys, "coverage", str(tmp_path / "none.parquet"))
+    assert "none.jsonl: no such file" in failure(capsys, "coverage", str(tmp_path / "none.jsonl"))
+    assert "none.parquet: no such file" in failure(capsys, "coverage", str(tmp_path / "none.parquet"))
+    (tmp_path / "rows.csv").write_text("1,2\n")
     assert "expected a name that ends in" in failure(capsys, "coverage", str(tmp_path / "rows.csv"))
     for name in ("text.parquet", "text.jsonl.gz"):
         (tmp_path / name).write_text("hello\n")

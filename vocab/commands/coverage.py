@@ -11,11 +11,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from vocab.ahead import ahead
 from vocab.commands.arguments import positive, share, sizes, write_json
 from vocab.counting import SideCounts, Split, Units, count_sides, cover_units, side_tables
 from vocab.counts import TokenCounts, count_by_source
 from vocab.coverage import CoverageTable, check_size, default_sizes, lm_head_parameters, percent
 from vocab.errors import VocabError
+from vocab.files import find_files
 from vocab.folds import fold_orders
 from vocab.inputs import Batch, largest_id, read_batches
 from vocab.keep import read_ids
@@ -38,7 +40,9 @@ def add(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help=".parquet or .jsonl[.gz] with a column token_ids")
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help=".parquet, .arrow or .jsonl[.gz] with a column token_ids; s3:// too"
+    )
     parser.add_argument("--vocab-size", type=positive, help="of the verifier (default: the largest id found, plus 1)")
     parser.add_argument("--hidden-size", type=positive, help="of the verifier, to count lm_head parameters")
     parser.add_argument("--held-out", type=share, default=0.0, help="share of prompt groups to hold out (default: 0)")
@@ -76,6 +80,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    args.files = find_files(args.files, "coverage")
     vocab_size = args.vocab_size or max(largest_id(args.files), 0) + 1
     if args.save and args.size is None:
         raise VocabError("--save: say how many ids with --size")
@@ -130,7 +135,7 @@ def _study(args: argparse.Namespace, counts: SideCounts, split: Split, choice: d
 
 def _all(args: argparse.Namespace, vocab_size: int) -> TokenCounts:
     total = TokenCounts.empty(vocab_size)
-    for batch in read_batches(args.files, args.group_column):
+    for batch in ahead(read_batches(args.files, args.group_column)):
         try:
             total += count_by_source(batch.token_ids, batch.loss_mask, batch.lengths, batch.sources, vocab_size)
         except VocabError as error:
@@ -139,7 +144,7 @@ def _all(args: argparse.Namespace, vocab_size: int) -> TokenCounts:
 
 
 def _batches(args: argparse.Namespace) -> Iterator[Batch]:
-    for batch in read_batches(args.files, args.group_column):
+    for batch in ahead(read_batches(args.files, args.group_column)):
         if args.group_by_prefix:
             yield replace(batch, groups=prefix_groups(batch.token_ids, batch.loss_mask, batch.lengths))
         elif batch.groups is None:
