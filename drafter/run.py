@@ -7,6 +7,7 @@ metrics.jsonl            one line an update, as of the newest checkpoint
 drafter/                 config.json, model.safetensors: the finished drafter as SGLang serves it
 summary.json             put last of all: the run is finished
 evaluation.json, evaluation.svg, serve.json    what `ray_jobs.evaluate` and `ray_jobs.serve` found
+walks.npz                evaluate's rounds of a drafter with the whole vocabulary: what `vocab.walks` reads
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from storage.objects import ObjectMissing, open_store
 
 RUN, OWNER, METRICS, SUMMARY = "run.json", "owner.json", "metrics.jsonl", "summary.json"
 EVALUATION, EVALUATION_PLOT, SERVED = "evaluation.json", "evaluation.svg", "serve.json"
+WALKS = "walks.npz"
 _DRAFTER = "drafter"
 _FORMAT = "statehouse-run-1"
 _MISSING = "-"
@@ -149,7 +151,7 @@ class Run:
         self.store.delete(SUMMARY)
         self.checkpoints.clear()
         drafter = (f"{_DRAFTER}/{CONFIG}", f"{_DRAFTER}/{TENSORS}")
-        for name in (EVALUATION, EVALUATION_PLOT, SERVED, *drafter, METRICS, RUN):
+        for name in (EVALUATION, EVALUATION_PLOT, WALKS, SERVED, *drafter, METRICS, RUN):
             self.store.delete(name)
 
     def _json(self, name: str) -> dict[str, Any] | None:

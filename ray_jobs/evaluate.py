@@ -2,7 +2,9 @@
 
 Beside it, on the same sequences: an untrained drafter and the run's own with its d2t off by one (the two controls), and
 the ceiling: what a greedy drafter of this draft vocabulary that always knew the verifier's likeliest token would get.
-Sequences that the verifier did not write are left out. Writes evaluation.json and evaluation.svg into the run's folder.
+Sequences that the verifier did not write are left out. Writes evaluation.json and evaluation.svg into the run's folder,
+and of a drafter with the whole vocabulary walks.npz, its rounds at the longest draft length: with `vocab.walks` or
+`python -m vocab tradeoff --walks` they say what a smaller draft vocabulary would cost.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter.acceptance import Tally, draft_chains, greedy_ceiling, shifted_d2t, tally_sequence, tau_interval
-from drafter.run import EVALUATION, EVALUATION_PLOT, Run
+from drafter.run import EVALUATION, EVALUATION_PLOT, WALKS, Run
 from drafter.sources import open_verifier_weights
 from drafter.verifier_head import VerifierHead
 from ray_jobs import job
@@ -41,6 +43,7 @@ from ray_jobs.tau_plot import draw_taus
 from ray_jobs.verifier import resolve_verifier
 from storage import open_dataset
 from storage.errors import RecipeError, StatehouseError
+from vocab.acceptance_model import Walks, join_walks, walks_bytes, walks_of
 
 DRAFTER, UNTRAINED, SHIFTED, CEILING = "drafter", "untrained", "d2t off by one", "ceiling"
 # Tokens of one forward pass: at K * H = 21,504 their features are 700 MB in fp32.
@@ -54,7 +57,8 @@ class Measured:
     """One sequence. tallies: {drafter: {k: Tally}}. hits: {drafter: first drafts that are the verifier's likeliest token}.
 
     tokens: of its responses. judged: tokens of responses with a token before them to draft from. own: those of them
-    that are the verifier's likeliest.
+    that are the verifier's likeliest. walks: the drafter's rounds at the longest draft length, where it has the whole
+    vocabulary.
     """
 
     source: str
@@ -63,6 +67,7 @@ class Measured:
     own: int
     tallies: dict[str, dict[int, Tally]]
     hits: dict[str, int]
+    walks: Walks | None
 
 
 def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Measured]:
@@ -108,7 +113,10 @@ def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Me
             }
             right = {name: int(hit_T[here].sum()) for name, hit_T in hits.items()}
             places, own = int(place_T[here].sum()), int(own_T[here].sum())
-            measured.append(Measured(one.source, int(one.loss_mask.sum()), places, own, tallies, right))
+            walks = None
+            if trained.draft_vocab.size == trained.draft_vocab.vocab_size:
+                walks = walks_of(accepted[DRAFTER][here].cpu().numpy(), one.token_ids, one.loss_mask, steps)
+            measured.append(Measured(one.source, int(one.loss_mask.sum()), places, own, tallies, right, walks))
     return measured
 
 
@@ -279,6 +287,10 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     trained.store.put(
         EVALUATION_PLOT, draw_taus(summary, draft_lengths, f"τ(k) of {recipe.run_uri.rsplit('/', 1)[-1]}").encode()
     )
+    if walks := [one.walks for one in measured if one.walks is not None]:
+        trained.store.put(WALKS, walks_bytes(join_walks(walks)))
+    else:
+        trained.store.delete(WALKS)  # of an earlier evaluation: it would not belong to this one
     Console(width=None if Console().is_terminal else 150).print(render(summary, draft_lengths))
     _explain(summary["all"], recipe, held.left_out)
     longest = str(draft_lengths[-1])
@@ -288,7 +300,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         longest,
         " ".join(f"tau_{name.replace(' ', '_')}={_tau(tau)}" for name, tau in taus.items()),
         trained.uri,
-        EVALUATION,
+        f"{EVALUATION} walks={WALKS}" if walks else EVALUATION,
     )
 
 

@@ -16,6 +16,8 @@ the bracket (an EAGLE-3 drafter of SmolLM2 with tau 1.16 reached 1.17 when cut t
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 
 from vocab.coverage import check_counts, frequency_order
 from vocab.errors import VocabError
+from vocab.files import read_file
 from vocab.roofline import chain_length
 
 
@@ -271,19 +274,31 @@ def join_walks(parts: Sequence[Walks]) -> Walks:
     return Walks(np.concatenate([part.matched for part in parts]), np.concatenate([part.targets for part in parts]))
 
 
-def save_walks(walks: Walks, path: str) -> None:
-    """Write walks as .npz: matched, targets, and proposals when there are some."""
+def walks_bytes(walks: Walks) -> bytes:
+    """Walks as an .npz file: matched, targets, and proposals when there are some."""
+    matched, targets = walks.matched.astype(np.int32), walks.targets.astype(np.int32)
+    sink = io.BytesIO()
     if walks.proposals is None:
-        np.savez_compressed(path, matched=walks.matched, targets=walks.targets)
+        np.savez_compressed(sink, matched=matched, targets=targets)
     else:
-        np.savez_compressed(path, matched=walks.matched, targets=walks.targets, proposals=walks.proposals)
+        np.savez_compressed(sink, matched=matched, targets=targets, proposals=walks.proposals.astype(np.int32))
+    return sink.getvalue()
 
 
-def load_walks(path: str) -> Walks:
-    """Read what `save_walks` wrote. Raises VocabError when it is no such file."""
+def load_walks(uri: str) -> Walks:
+    """Read a file of `walks_bytes`, local or on object storage. Raises VocabError when it is no such file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            proposals = file["proposals"] if "proposals" in file.files else None
-            return Walks(file["matched"], file["targets"], proposals)
-    except (OSError, ValueError, KeyError) as error:
-        raise VocabError(f"{path}: expected walks (.npz with matched and targets), found {error}") from error
+        with np.load(io.BytesIO(read_file(uri)), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        for name, array in arrays.items():
+            if array.dtype.kind not in "iu":
+                raise ValueError(f"{name} of type {array.dtype}")
+        proposals = arrays["proposals"].astype(np.int64) if "proposals" in arrays else None
+        return Walks(arrays["matched"].astype(np.int64), arrays["targets"].astype(np.int64), proposals)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, VocabError):
+            raise
+        raise VocabError(
+            f"{uri}: expected walks (.npz with matched and targets, which ray_jobs.evaluate writes of a drafter with the "
+            f"whole vocabulary), found {error}"
+        ) from error

@@ -19,8 +19,8 @@ from vocab.acceptance_model import (
     leading_matches,
     load_walks,
     rescued,
-    save_walks,
     tau_of,
+    walks_bytes,
     walks_of,
 )
 from vocab.errors import VocabError
@@ -121,13 +121,16 @@ def test_walks_are_saved_and_joined(tmp_path: Path) -> None:
     one, other = Walks(np.array([1]), np.array([[3, 4]])), Walks(np.array([2]), np.array([[5, 6]]), np.array([-1]))
     both = join_walks([one, other])
     assert both.matched.tolist() == [1, 2]
-    save_walks(other, str(tmp_path / "walks.npz"))
+    (tmp_path / "walks.npz").write_bytes(walks_bytes(other))
     again = load_walks(str(tmp_path / "walks.npz"))
     assert again.targets.tolist() == [[5, 6]]
     assert again.proposals is not None
-    (tmp_path / "bad.npz").write_text("x")
-    with pytest.raises(VocabError, match=r"bad\.npz: expected walks"):
-        load_walks(str(tmp_path / "bad.npz"))
+    for wrong in (b"x", b"", walks_bytes(other)[:-40]):
+        (tmp_path / "bad.npz").write_bytes(wrong)
+        with pytest.raises(VocabError, match=r"bad\.npz: expected walks"):
+            load_walks(str(tmp_path / "bad.npz"))
+    with pytest.raises(VocabError, match=r"none\.npz: expected walks .* No such file"):
+        load_walks(str(tmp_path / "none.npz"))
     with pytest.raises(VocabError, match="parts of one draft length"):
         join_walks([one, Walks(np.array([0]), np.array([[1]]))])
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vocab.__main__ import main
-from vocab.acceptance_model import Walks, save_walks
+from vocab.acceptance_model import Walks, walks_bytes
 from vocab.counts import TokenCounts
 from vocab.errors import VocabError
 from vocab.hardware import gpu
@@ -205,7 +205,7 @@ def test_walks_give_a_fit_and_measured_steps_replace_the_roofline(
     targets = np.minimum(random.zipf(1.3, (2000, 3)) - 1, 999)
     hits = random.random((2000, 3)) < 0.9 * (1 + targets) ** -0.3
     walks = Walks(np.cumprod(hits, axis=1).sum(axis=1), targets)
-    save_walks(walks, str(tmp_path / "walks.npz"))
+    (tmp_path / "walks.npz").write_bytes(walks_bytes(walks))
     counts = np.bincount(targets.reshape(-1), minlength=1000)
     TokenCounts(counts[None], ("all",), 1000).to_parquet(tmp_path / "counts.parquet")
     steps = [
