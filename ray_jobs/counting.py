@@ -107,7 +107,7 @@ class _Tokens:
 
 
 @functools.lru_cache(maxsize=2)
-def _opened(uri: str) -> _Tokens:
+def opened(uri: str) -> _Tokens:
     return _Tokens(uri)
 
 
@@ -119,7 +119,7 @@ def task_batches(task: dict[str, Any], split: Split) -> Iterator[Batch]:
     if task.get("path"):
         yield from read_batches([task["path"]], "prompt_group")
         return
-    tokens, rows = _opened(task["uri"]), task["rows"]
+    tokens, rows = opened(task["uri"]), task["rows"]
     table = tokens.dataset.sequences.select(["source", "group"]).take(rows)
     sources, groups = table["source"].to_pylist(), table["group"].to_pylist()
     start, length = tokens.start[rows], tokens.length[rows]
@@ -148,7 +148,7 @@ def task_batches(task: dict[str, Any], split: Split) -> Iterator[Batch]:
 def count_all(tasks: list[dict[str, Any]], vocab_size: int, split: Split) -> SideCounts:
     """First pass: loss-bearing tokens by side and source. Needs Ray. Raises StatehouseError as a worker found it."""
     sums = Sums(vocab_size, split)
-    for row in _run(tasks, functools.partial(_count, vocab_size=vocab_size, split=split)):
+    for row in run_tasks(tasks, functools.partial(_count, vocab_size=vocab_size, split=split)):
         sums.add(row)
     return sums.total()
 
@@ -159,7 +159,7 @@ def cover_all(tasks: list[dict[str, Any]], split: Split, tables: np.ndarray, siz
 
     reference = ray.put(tables)
     total = Units.empty(sizes)
-    for row in _run(tasks, functools.partial(_cover, split=split, tables=reference, sizes=sizes)):
+    for row in run_tasks(tasks, functools.partial(_cover, split=split, tables=reference, sizes=sizes)):
         with np.load(io.BytesIO(row["units"]), allow_pickle=False) as part:
             coverage = GroupCoverage(part["counts"], part["positions"])
             found = Units(part["group"], part["source"], part["held_out"], tuple(part["sources"].tolist()), coverage)
@@ -167,7 +167,7 @@ def cover_all(tasks: list[dict[str, Any]], split: Split, tables: np.ndarray, siz
     return total
 
 
-def _run(tasks: list[dict[str, Any]], function: Any) -> Iterator[dict[str, Any]]:
+def run_tasks(tasks: list[dict[str, Any]], function: Any) -> Iterator[dict[str, Any]]:
     """Rows of all tasks, one task a block; an error found by a worker is raised here, without Ray's traceback."""
     import ray.data
 

@@ -24,6 +24,7 @@ from ray_jobs.inputs import open_verifier
 from ray_jobs.prompts import load_tokenizer
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
+from ray_jobs.teacher_counting import count_teachers
 from storage import Dataset
 from storage.errors import ContractMismatch, ShardCorrupt, StatehouseError
 from storage.objects import open_store
@@ -41,6 +42,8 @@ from vocab.report import report_html
 from vocab.roofline import Machine
 from vocab.shapes import DRAFTERS, VERIFIERS, Drafter, Verifier, verifier_of
 from vocab.study import study
+from vocab.tables import render_teacher
+from vocab.teacher import teacher_coverage
 from vocab.tradeoff import Question, Tradeoff, answer
 
 
@@ -105,6 +108,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     orders = fold_orders(counts.folds, **choice)
     tables = side_tables(orders, policy_order(counts=chosen_on, **choice), sizes, split)
     units = cover_all(tasks, split, tables, len(sizes))
+    teacher = teacher_coverage(count_teachers(datasets, tasks, contract.vocab_size, split), tables, len(sizes))
     judged = units.side(held_out=False)
     found = study(
         counts.folds,
@@ -119,6 +123,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         text_of=tokens.text,
         **choice,
     )
+    if teacher is not None:
+        found["teacher"] = teacher
     table = CoverageTable.measure(
         chosen_on,
         held if held.tokens else None,
@@ -149,7 +155,10 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
             store.delete(name)  # of an earlier run: it would not belong to this report
     for name, data in results.items():
         store.put(name, data)
-    table.render(Console(width=None if Console().is_terminal else 110))
+    console = Console(width=None if Console().is_terminal else 110)
+    table.render(console)
+    if teacher is not None:
+        render_teacher(found, console)
     job.log.info(
         "coverage done tokens=%s held_out_tokens=%s where=%s report=%s/report.html%s",
         f"{chosen_on.tokens:,}",

@@ -13,7 +13,7 @@ from typing import Any
 
 from vocab.errors import VocabError
 from vocab.svg import COLOURS, SHADES, Bar, Line, bar_chart, line_chart
-from vocab.tables import billions
+from vocab.tables import TEACHER_HEAD, billions, teacher_rows
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:900px;margin:2rem auto;padding:0 1rem}
@@ -37,7 +37,7 @@ def report_html(title: str, study: dict[str, Any] | None, tradeoff: dict[str, An
     if tradeoff is not None:
         parts.append(_answer(tradeoff))
     if study is not None:
-        parts += [_curves(study), _sources(study), _policies(study), _positions(study)]
+        parts += [_curves(study), _teacher(study), _sources(study), _policies(study), _positions(study)]
     if tradeoff is not None:
         parts += [_weights(tradeoff), _tau(tradeoff), _speed(tradeoff), _break_even(tradeoff), _training(tradeoff)]
     if study is not None:
@@ -146,6 +146,18 @@ def _curves(study: dict[str, Any]) -> str:
         + _table(head, rows, chosen=f"{study['size']:,}" if study.get("size") else None)
         + f'<p class="note">Held out: each of {study["folds"]} folds of prompt groups is judged by the ids chosen on the '
         "others. Interval: bootstrap over prompt groups. Stability: share of the choice that is chosen again without one fold.</p>"
+    )
+
+
+def _teacher(study: dict[str, Any]) -> str:
+    if not study.get("teacher"):
+        return ""
+    return (
+        "<h2>What the verifier would say</h2>"
+        + _table(TEACHER_HEAD, teacher_rows(study), chosen=f"{study['size']:,}" if study.get("size") else None)
+        + f'<p class="note">At {study["teacher"]["positions"]:,} positions of the teacher summary, each judged by ids that '
+        "were chosen on other prompts. Likeliest token: a greedy verifier accepts nothing else. Probability: what the verifier "
+        "gives to the ids inside; a range where a part of it lies outside the stored top-k.</p>"
     )
 
 

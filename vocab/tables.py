@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vocab.coverage import percent
 from vocab.tradeoff import Tradeoff
@@ -26,6 +26,36 @@ def render_tradeoff(found: Tradeoff, console: Console) -> None:
         said = "; ".join(f"{what}: {size:,}" for what, size in others.items()) or "nothing that was varied changes it"
         console.print(f"Sensitivity ({len(chosen.sensitivity)} variants): {said}.", highlight=False, soft_wrap=True)
     console.print(f"Note: {chosen.warning}", highlight=False, soft_wrap=True)
+
+
+def teacher_rows(study: dict[str, Any]) -> list[list[str]]:
+    """[size, likeliest token, probability, the same two held out] of a study that holds a teacher's coverage."""
+    teacher = study["teacher"]
+    rows = []
+    for at, size in enumerate(study["sizes"]):
+        row = [f"{size:,}"]
+        for part in (teacher, teacher["held_out"]):
+            argmax, mass = (None, None) if part is None else (part["argmax"], part["mass"])
+            row.append(percent(None if argmax is None else argmax[at]))
+            ends = None if mass is None else (percent(mass["low"][at]), percent(mass["high"][at]))
+            row.append("-" if ends is None else ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}")
+        rows.append(row)
+    return rows
+
+
+TEACHER_HEAD = ("ids", "likeliest token", "probability", "likeliest, held-out split", "probability, held-out split")
+
+
+def render_teacher(study: dict[str, Any], console: Console) -> None:
+    """Print how much of what the verifier would say each size covers."""
+    from rich.table import Table
+
+    table = Table(title=f"what the verifier would say at {study['teacher']['positions']:,} positions, cross-fitted")
+    for heading in TEACHER_HEAD:
+        table.add_column(heading, justify="right")
+    for row in teacher_rows(study):
+        table.add_row(*row)
+    console.print(table)
 
 
 def _weights(found: Tradeoff, console: Console) -> None:

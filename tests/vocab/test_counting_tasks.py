@@ -107,7 +107,7 @@ def test_counts_too_large_for_four_bytes_are_carried_whole() -> None:
 def test_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sealed(str(tmp_path / "a"))
     monkeypatch.setattr(counting, "_BATCH_TOKENS", 1000)
-    counting._opened.cache_clear()
+    counting.opened.cache_clear()
     tasks, _ = dataset_tasks(open_all([str(tmp_path / "a")]), 2)
     sizes = [batch.token_ids.size for task in tasks for batch in task_batches(task, SPLIT)]
     assert len(sizes) > 3

@@ -19,7 +19,6 @@ from vocab.groups import GroupCoverage, bands
 from vocab.inputs import Batch
 from vocab.policies import policy_order
 from vocab.split import fold_of, prefix_groups
-from vocab.teacher import argmax_coverage, mass_coverage
 
 quick = settings(deadline=None, max_examples=40)
 VOCAB = 9
@@ -207,20 +206,3 @@ def test_intervals_of_several_sizes_and_of_too_few_groups() -> None:
         ratio_interval(np.array([1, 2]), np.array([1, 2, 3]))
     with pytest.raises(VocabError, match="expected a level"):
         ratio_interval(np.array([1]), np.array([1]), level=1.0)
-
-
-# ---- what the verifier would say -----------------------------------------------------------------------------------
-
-
-def test_coverage_of_the_argmax_and_of_the_mass() -> None:
-    t2d = np.array([True, True, False])
-    assert argmax_coverage(np.array([0, 2, 1, 2]), np.array([True, True, True, False]), t2d) == 2 / 3
-    probabilities = np.array([[0.6, 0.3], [0.5, 0.5]])
-    low, high = mass_coverage(np.array([[0, 2], [2, 1]]), np.log(probabilities), np.zeros(2), t2d)
-    assert (low, high) == (pytest.approx((0.6 + 0.5) / 2), pytest.approx((0.7 + 0.5) / 2))
-    with pytest.raises(VocabError, match="no loss-bearing positions"):
-        argmax_coverage(np.array([1]), np.array([False]), t2d)
-    with pytest.raises(VocabError, match="the vocabulary has 3"):
-        argmax_coverage(np.array([3]), None, t2d)
-    with pytest.raises(VocabError, match="mass coverage: expected"):
-        mass_coverage(np.array([0]), np.array([0.0]), np.array([0.0]), t2d)
