@@ -12,21 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from vocab.errors import VocabError
+from vocab.page import page, percent, span, table
 from vocab.svg import COLOURS, SHADES, Bar, Line, bar_chart, line_chart
 from vocab.tables import TEACHER_HEAD, billions, teacher_rows
-
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;color:#1b1f24;max-width:900px;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.6rem;margin-bottom:.2rem}h2{font-size:1.15rem;margin-top:2.2rem;border-top:1px solid #d8dee4;padding-top:1rem}
-p.lead{color:#57606a;margin-top:0}svg{width:100%;height:auto;display:block}
-svg text{font:12px system-ui,sans-serif;fill:#57606a}svg .name{font-weight:600;fill:#1b1f24}svg .axis{fill:#1b1f24}
-svg .grid{stroke:#eaeef2}svg .mark{stroke:#1b1f24;stroke-dasharray:2 3}svg .whisker{stroke:#1b1f24;stroke-width:2}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px}
-th,td{text-align:right;padding:.25rem .6rem;border-bottom:1px solid #eaeef2}th:first-child,td:first-child{text-align:left}
-th{color:#57606a;font-weight:600}tr.chosen td{background:#f0f7ff}.note{color:#57606a;font-size:14px}
-.answer{background:#f0f7ff;border-left:4px solid #0072B2;padding:.6rem 1rem}code{background:#f3f4f6;padding:0 .25em}
-details summary{cursor:pointer;color:#0072B2}
-"""
 
 
 def report_html(title: str, study: dict[str, Any] | None, tradeoff: dict[str, Any] | None) -> str:
@@ -44,12 +32,7 @@ def report_html(title: str, study: dict[str, Any] | None, tradeoff: dict[str, An
         parts.append(_lost(study))
     if tradeoff is not None:
         parts.append(_assumed(tradeoff))
-    body = "\n".join(part for part in parts if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
-    )
+    return page(title, parts)
 
 
 def write_report(
@@ -78,12 +61,21 @@ def _where(tradeoff: dict[str, Any]) -> str:
 
 def _answer(tradeoff: dict[str, Any]) -> str:
     chosen = tradeoff["recommendation"]
-    others = [f"{what}: {size:,}" for what, size in chosen["sensitivity"].items() if size != chosen["size"]]
-    changed = "; ".join(others) if others else "nothing that was varied changes it"
     count = len(chosen["sensitivity"])
+    causes: dict[int, list[str]] = {}
+    for what, size in chosen["sensitivity"].items():
+        if size != chosen["size"]:
+            causes.setdefault(size, []).append(what)
+    others = "".join(f"<li><b>{size:,}</b> with {escape(', or '.join(causes[size]))}</li>" for size in sorted(causes))
+    varied = f"{count} things were varied, one at a time. " if count else ""
+    changed = (
+        f"<p>{varied}Another size would be recommended:</p><ul>{others}</ul>"
+        if others
+        else f"<p>{varied}None changes it.</p>"
+    )
     return (
         f'<div class="answer"><p><b>Recommended: {chosen["size"]:,} ids.</b> {escape(chosen["reason"])}.</p>'
-        f"<p>Another size would be recommended with ({count} things varied, one at a time): {escape(changed)}.</p>"
+        f"{changed if count else ''}"
         f"<p>{escape(chosen['warning'])}</p></div>"
     )
 
@@ -113,6 +105,7 @@ def _curves(study: dict[str, Any]) -> str:
         x_format=lambda size: f"{size:,.0f}",
         y_format=lambda share: f"{share:.1%}",
         mark_x=study.get("size"),
+        y_top=1.0,
     )
     rows = []
     interval = study.get("interval", {"low": [None] * len(sizes), "high": [None] * len(sizes)})
@@ -123,12 +116,12 @@ def _curves(study: dict[str, Any]) -> str:
         rows.append(
             [
                 f"{size:,}",
-                _percent(study["chosen_on"][at]),
-                _percent(crossed),
-                f"{_percent(ends[0])} to {_percent(ends[1])}",
-                _percent(study["held_out"][at] if study.get("held_out") else None),
-                "-" if worst is None else f"{_percent(worst['coverage'])} ({worst['source']})",
-                _percent(study["stability"][at] if "stability" in study else None),
+                percent(study["chosen_on"][at]),
+                percent(crossed),
+                f"{percent(ends[0])} to {percent(ends[1])}",
+                percent(study["held_out"][at] if study.get("held_out") else None),
+                "-" if worst is None else f"{percent(worst['coverage'])} ({worst['source']})",
+                percent(study["stability"][at] if "stability" in study else None),
             ]
         )
     head = [
@@ -143,7 +136,7 @@ def _curves(study: dict[str, Any]) -> str:
     return (
         "<h2>Coverage</h2>"
         + chart
-        + _table(head, rows, chosen=f"{study['size']:,}" if study.get("size") else None)
+        + table(head, rows, chosen=f"{study['size']:,}" if study.get("size") else None)
         + f'<p class="note">Held out: each of {study["folds"]} folds of prompt groups is judged by the ids chosen on the '
         "others. Interval: bootstrap over prompt groups. Stability: share of the choice that is chosen again without one fold.</p>"
     )
@@ -154,7 +147,7 @@ def _teacher(study: dict[str, Any]) -> str:
         return ""
     return (
         "<h2>What the verifier would say</h2>"
-        + _table(TEACHER_HEAD, teacher_rows(study), chosen=f"{study['size']:,}" if study.get("size") else None)
+        + table(TEACHER_HEAD, teacher_rows(study), chosen=f"{study['size']:,}" if study.get("size") else None)
         + f'<p class="note">At {study["teacher"]["positions"]:,} positions of the teacher summary, each judged by ids that '
         "were chosen on other prompts. Likeliest token: a greedy verifier accepts nothing else. Probability: what the verifier "
         "gives to the ids inside; a range where a part of it lies outside the stored top-k.</p>"
@@ -171,8 +164,8 @@ def _sources(study: dict[str, Any]) -> str:
             continue
         ends = study.get("interval_by_source", {}).get(name)
         known = ends is not None and ends["low"][at] is not None
-        span = (1 - ends["high"][at], 1 - ends["low"][at]) if ends and known else None
-        bars.append(Bar(name, 1 - values[at], span))
+        error = (1 - ends["high"][at], 1 - ends["low"][at]) if ends and known else None
+        bars.append(Bar(name, 1 - values[at], error))
     bars.sort(key=lambda bar: -bar.value)
     chart = bar_chart(bars, value_format=lambda share: f"{share:.2%}")
     return (
@@ -192,11 +185,11 @@ def _policies(study: dict[str, Any]) -> str:
         at = policy["sizes"].index(size)
         shared = policy["overlap_with_frequency"]
         rows.append(
-            [name, _percent(policy["held_out"][at]), _percent(policy["worst_source"][at]), _percent(policy["stability"][at]), f"{shared['both']:,} of {shared['size']:,}"]
+            [name, percent(policy["held_out"][at]), percent(policy["worst_source"][at]), percent(policy["stability"][at]), f"{shared['both']:,} of {shared['size']:,}"]
         )  # fmt: skip
     head = ["policy", "held out", "worst source", "stability", "ids shared with frequency"]
     chosen = "frequency + special tokens" if study["forced_ids"] and study["policy"] == "frequency" else study["policy"]
-    return f"<h2>Policies, {size:,} ids</h2>" + _table(head, rows, chosen=chosen)
+    return f"<h2>Policies, {size:,} ids</h2>" + table(head, rows, chosen=chosen)
 
 
 def _positions(study: dict[str, Any]) -> str:
@@ -213,6 +206,7 @@ def _positions(study: dict[str, Any]) -> str:
         y_label="share of tokens covered",
         x_format=lambda x: f"{int(x):,}",
         y_format=lambda share: f"{share:.1%}",
+        y_top=1.0,
     )
     return f"<h2>By position in the response</h2>{chart}"
 
@@ -226,14 +220,14 @@ def _weights(tradeoff: dict[str, Any]) -> str:
             f"{row['share_of_drafter']:.1%}",
             billions(row["step_parameters"]),
             f"{row['share_of_step']:.1%}",
-            _percent(row["coverage"]),
+            percent(row["coverage"]),
         ]
         for row in tradeoff["sizes"]
     ]
     head = ["ids", "lm_head parameters", "drafter", "lm_head of it", "a step reads", "lm_head of it", "coverage"]
     return (
         "<h2>Weights</h2>"
-        + _table(head, rows, chosen=f"{tradeoff['recommendation']['size']:,}")
+        + table(head, rows, chosen=f"{tradeoff['recommendation']['size']:,}")
         + '<p class="note">The drafter is counted with its frozen embedding, of which a step reads only a few rows.</p>'
     )
 
@@ -244,13 +238,13 @@ def _tau(tradeoff: dict[str, Any]) -> str:
         return ""
     lengths = list(known[-1]["tau"])
     rows = [
-        [f"{row['size']:,}", *(_range(row["tau"][k]["average"], row["tau"][k]["none"], "{:.2f}") if k in row["tau"] else "-" for k in lengths)]
+        [f"{row['size']:,}", *(span(row["tau"][k]["average"], row["tau"][k]["none"], "{:.2f}") if k in row["tau"] else "-" for k in lengths)]
         for row in known
     ]  # fmt: skip
     assumed = " The whole vocabulary's τ is assumed: give a measured one." if tradeoff["taus_assumed"] else ""
     return (
         "<h2>Acceptance length τ by draft length</h2>"
-        + _table(["ids", *(f"k = {k}" for k in lengths)], rows)
+        + table(["ids", *(f"k = {k}" for k in lengths)], rows)
         + '<p class="note">From: tokens outside the vocabulary would have been accepted as often as any other. To: they '
         f"would never have been.{assumed}</p>"
     )
@@ -294,14 +288,14 @@ def _speed(tradeoff: dict[str, Any]) -> str:
                 (r for r in tradeoff["speeds"] if (r["size"], r["batch"]) == (size, batch) and r["low"]),
                 key=lambda r: r["low"],
             )
-            speedup = _range(top["speedup_low"], top["speedup_high"], "{:.2f}")
-            cells.append(f"{_range(low, high, '{:,.0f}')} ({speedup}×, k={top['k']})")
+            speedup = span(top["speedup_low"], top["speedup_high"], "{:.2f}")
+            cells.append(f"{span(low, high, '{:,.0f}')}\n{speedup}×, k={top['k']}")
         rows.append([f"{size:,}", *cells])
-    table = _table(
+    speeds = table(
         ["ids", *(f"batch {batch}" for batch in shown)], rows, chosen=f"{tradeoff['recommendation']['size']:,}"
     )
     return (
-        f"<h2>Speed on {escape(_where(tradeoff))}</h2>{chart}{table}"
+        f"<h2>Speed on {escape(_where(tradeoff))}</h2>{chart}{speeds}"
         '<p class="note">Tokens per second of the whole batch at the best draft length, the speed-up over no speculation, '
         "and that draft length. Bands: the two ends of τ.</p>"
     )
@@ -313,10 +307,10 @@ def _break_even(tradeoff: dict[str, Any]) -> str:
     batches = sorted({row["batch"] for row in tradeoff["speeds"]})
     found = {(row["size"], row["batch"]): row["break_even"] for row in tradeoff["speeds"] if row["k"] == k}
     sizes = [row["size"] for row in tradeoff["sizes"]][:-1]
-    rows = [[f"{size:,}", *(_percent(found[size, batch], "never") for batch in batches)] for size in sizes]
+    rows = [[f"{size:,}", *(percent(found[size, batch], "never") for batch in batches)] for size in sizes]
     return (
         f"<h2>Break-even coverage at draft length {k}</h2>"
-        + _table(["ids", *(f"B = {batch}" for batch in batches)], rows)
+        + table(["ids", *(f"B = {batch}" for batch in batches)], rows)
         if rows
         else ""
     )
@@ -334,7 +328,7 @@ def _training(tradeoff: dict[str, Any]) -> str:
         for row in tradeoff["sizes"]
     ]
     head = ["ids", "trained parameters", "GFLOP a token", "weights and Adam, GB", "gradients sent an update, GB"]
-    return "<h2>Training cost</h2>" + _table(head, rows, chosen=f"{tradeoff['recommendation']['size']:,}")
+    return "<h2>Training cost</h2>" + table(head, rows, chosen=f"{tradeoff['recommendation']['size']:,}")
 
 
 def _lost(study: dict[str, Any]) -> str:
@@ -349,9 +343,9 @@ def _lost(study: dict[str, Any]) -> str:
     return (
         f"<h2>What {study['size']:,} ids lose</h2><p>{lost['ids']:,} ids that occur are outside: {lost['tokens']:,} tokens, "
         f"{lost['share']:.2%}. The most frequent:</p>"
-        + _table(head, rows[:25])
+        + table(head, rows[:25], code=True)
         + (
-            f"<details><summary>{len(rows) - 25} more</summary>{_table(head, rows[25:])}</details>"
+            f"<details><summary>{len(rows) - 25} more</summary>{table(head, rows[25:], code=True)}</details>"
             if len(rows) > 25
             else ""
         )
@@ -368,24 +362,6 @@ def _assumed(tradeoff: dict[str, Any]) -> str:
 
 
 def _at(study: dict[str, Any]) -> int:
-    """Index of the size that is asked for, or of the middle one."""
-    sizes = study["sizes"]
-    return sizes.index(study["size"]) if study.get("size") in sizes else len(sizes) // 2
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], chosen: str | None = None) -> str:
-    """An HTML table; the row whose first cell is `chosen` is marked."""
-    out = ["<table><thead><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr></thead><tbody>"]
-    for row in rows:
-        mark = ' class="chosen"' if row and row[0] == chosen else ""
-        out += [f"<tr{mark}>", *(f"<td>{escape(cell)}</td>" for cell in row), "</tr>"]
-    return "".join(out) + "</tbody></table>"
-
-
-def _percent(share: float | None, none: str = "-") -> str:
-    return none if share is None else f"{share:.2%}"
-
-
-def _range(low: float, high: float, form: str) -> str:
-    one, other = form.format(low), form.format(high)
-    return one if one == other else f"{one}–{other}"
+    """Index of the size that is asked for, or of the middle one where that is none or all ids."""
+    sizes, size = study["sizes"], study.get("size")
+    return sizes.index(size) if size in sizes and size != study["vocab_size"] else len(sizes) // 2

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from vocab.page import wide
+
 # Okabe and Ito's palette, told apart with any colour vision, in an order that keeps neighbours apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8A6D00", "#666666", "#E69F00")
-# Light to dark, for series that have an order (batch sizes).
-SHADES = ("#6baed6", "#2171b5", "#08306b")
+# For series that have an order (batch sizes); each is seen on a light and on a dark page.
+SHADES = ("#56B4E9", "#2f7fc1", "#8a63d2")
 
 _WIDTH, _HEIGHT = 760, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 196, 14, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 30, 14, 46
 
 Format = Callable[[float], str]
 
@@ -41,7 +43,7 @@ def line_chart(
     mark_y: float | None = None,
     y_top: float | None = None,
 ) -> str:
-    """An SVG of curves over a (logarithmic) x axis, named beside it. mark_x, mark_y: thin guide lines."""
+    """An SVG of curves over a (logarithmic) x axis, named above it. mark_x, mark_y: thin guide lines. y_top: the most that y can be."""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + [v for line in lines for b in line.band for v in b[1:]]
     if not xs:
@@ -49,7 +51,12 @@ def line_chart(
     low_y, high_y = min(ys), max(ys) if y_top is None else y_top
     if mark_y is not None:
         low_y, high_y = min(low_y, mark_y), max(high_y, mark_y)
-    ticks_y = _ticks(low_y, high_y if high_y > low_y else low_y + 1)
+    if high_y <= low_y:  # a flat line
+        low_y, high_y = (
+            low_y - 0.05 * (abs(low_y) or 1),
+            high_y + (0.0 if y_top is not None else 0.05 * (abs(high_y) or 1)),
+        )
+    ticks_y = [tick for tick in _ticks(low_y, high_y) if y_top is None or tick <= y_top * (1 + 1e-9)]
     low_y, high_y = min(ticks_y[0], low_y), max(ticks_y[-1], high_y)
     scale = math.log if log_x else float
     low_x, high_x = scale(min(xs)), scale(max(xs))
@@ -93,9 +100,8 @@ def line_chart(
             out.append(
                 f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3" fill="{line.colour}"><title>{escape(tip)}</title></circle>'
             )
-    out += _names(lines)
     out.append(_label(x_label, y_label, _HEIGHT))
-    return "".join(out) + "</svg>"
+    return _legend(lines) + wide("".join(out) + "</svg>")
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def bar_chart(bars: Sequence[Bar], *, value_format: Format, colour: str = COLOUR
             out.append(f'<line class="whisker" x1="{low:.1f}" x2="{high:.1f}" y1="{y + 8.5}" y2="{y + 8.5}"/>')
         end = max(at(bar.value), at(bar.interval[1]) if bar.interval else 0)
         out.append(f'<text class="tick" x="{end + 6:.1f}" y="{y + 13}">{said}</text>')
-    return "".join(out) + "</svg>"
+    return wide("".join(out) + "</svg>")
 
 
 def _open(height: int, title: str) -> str:
@@ -150,15 +156,13 @@ def _grid(y: float, text: str) -> str:
     )
 
 
-def _names(lines: Sequence[Line]) -> list[str]:
-    """The legend, right of the plot, a swatch and a name a line."""
+def _legend(lines: Sequence[Line]) -> str:
+    """A swatch and a name a line, above the plot, where they wrap on a narrow screen."""
     out = []
-    for row, line in enumerate(lines):
-        y, x = _TOP + 12 + 20 * row, _WIDTH - _RIGHT + 14
-        dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        out.append(f'<line x1="{x}" x2="{x + 20}" y1="{y}" y2="{y}" stroke="{line.colour}" stroke-width="3"{dash}/>')
-        out.append(f'<text class="name" x="{x + 26}" y="{y + 4}">{escape(_short(line.name, 24))}</text>')
-    return out
+    for line in lines:
+        style = f"border-top:3px {'dashed' if line.dashed else 'solid'} {line.colour}"
+        out.append(f'<span><i style="{style}"></i>{escape(line.name)}</span>')
+    return f'<div class="legend">{"".join(out)}</div>'
 
 
 def _label(x_label: str, y_label: str, height: int) -> str:
