@@ -6,7 +6,8 @@ map is made, not when it is read.
 
     SpecForge    vocab_mapping.pt         {"d2t": [draft_vocab] int64, "t2d": [vocab] bool}
     speculators  d2t-N.npy, t2d-N.npy     also d2t.npy / t2d.npy and .pt of one tensor each
-    SGLang       `d2t` (and an ignored `t2d`) among the drafter's weights; `--speculative-token-map` wants a list of ids
+    SGLang       `d2t` (and an ignored `t2d`) among the drafter's weights; for EAGLE-2 drafters, which have none, a list of
+                 ids as `--speculative-token-map` (FR-Spec); EAGLE-3 ignores that option
     vLLM         `d2t` and `t2d` among the drafter's weights
 
 torch is imported only to read or write `.pt`, and reads weights only: no code comes out of a file.
@@ -36,7 +37,8 @@ def load_any(
     size: int | None = None,
     expected_hash: str | None = None,
 ) -> DraftVocab:
-    """A draft vocabulary from a folder of ours, a SpecForge .pt, a speculators folder or d2t file, or a .safetensors.
+    """A draft vocabulary from a folder of ours, a SpecForge .pt, a speculators folder or d2t file, a .safetensors,
+    or a token map.
 
     vocab_size, size, expected_hash: what it must have; a cached map of another size or content is the commonest way to
     train on the wrong one. Raises VocabError that says what was expected and found.
@@ -125,6 +127,8 @@ def padded(vocabulary: DraftVocab, vocab_size: int) -> DraftVocab:
 
 
 def _from_tensors(tensors: Any, where: Path, vocab_size: int | None) -> DraftVocab:
+    if isinstance(tensors, list) or (hasattr(tensors, "ndim") and tensors.ndim == 1):
+        return _from_token_map(tensors, where, vocab_size)
     if not isinstance(tensors, Mapping) or "d2t" not in tensors:
         found = sorted(map(str, tensors))[:6] if isinstance(tensors, Mapping) else type(tensors).__name__
         raise VocabError(f"{where}: expected tensors d2t and t2d, found {found}")
@@ -141,6 +145,16 @@ def _from_tensors(tensors: Any, where: Path, vocab_size: int | None) -> DraftVoc
             )
         t2d = np.isin(np.arange(vocab_size), targets)
     return _checked(d2t, t2d, where)
+
+
+def _from_token_map(ids: Any, where: Path, vocab_size: int | None) -> DraftVocab:
+    """Target ids in any order, as FR-Spec's files hold them (a list, or one tensor)."""
+    if vocab_size is None:
+        raise VocabError(f"{where}: a list of ids, as SGLang's token maps are; give the verifier's vocabulary size")
+    try:
+        return DraftVocab.from_ids(np.asarray(ids), vocab_size, provenance={"imported_from": where.name})
+    except (VocabError, ValueError) as error:
+        raise VocabError(f"{where}: {error}") from error
 
 
 def _checked(d2t: NDArray[Any], t2d: NDArray[Any], where: Path) -> DraftVocab:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,60 @@ def test_files_are_as_their_readers_expect(tmp_path: Path) -> None:
     assert np.load(tmp_path / "b" / "d2t.npy").tolist() == [1, 1, 3, 6]
     save_as(MAP, tmp_path / "hot.pt", "token-map")
     assert torch.load(tmp_path / "hot.pt", weights_only=True) == [1, 2, 5, 9]
+
+
+def test_token_maps_are_read_whatever_their_order(tmp_path: Path) -> None:
+    save_as(MAP, tmp_path / "hot.pt", "token-map")
+    torch.save(torch.tensor([9, 2, 1, 5]), tmp_path / "tensor.pt")
+    for name in ("hot.pt", "tensor.pt"):
+        assert load_any(tmp_path / name, vocab_size=12) == MAP
+        with pytest.raises(VocabError, match="give the verifier's vocabulary size"):
+            load_any(tmp_path / name)
+    torch.save([[1], 2, "x"], tmp_path / "odd.pt")
+    torch.save([13], tmp_path / "large.pt")
+    for name in ("odd.pt", "large.pt"):
+        with pytest.raises(VocabError, match=name):
+            load_any(tmp_path / name, vocab_size=12)
+
+
+def test_vllm_scatters_draft_logits_to_the_ids_they_stand_for(tmp_path: Path) -> None:
+    """What its EAGLE-3 head does with the tensor it loads as `draft_id_to_target_id`."""
+    MAP.save(tmp_path)
+    d2t = safetensors.numpy.load_file(tmp_path / "draft_vocab.safetensors")["d2t"]
+    assert d2t.dtype == np.int64
+    logits = np.array([[0.5, 3.0, 1.0, 2.0]])
+    wide = np.full((1, 12), -np.inf)
+    wide[:, np.arange(4) + d2t] = logits
+    assert wide.argmax(1).tolist() == MAP.target_ids[logits.argmax(1)].tolist() == [2]
+    assert np.isneginf(wide[:, ~MAP.t2d]).all()
+
+
+_SGLANG = """
+import sys, types
+from safetensors.torch import load_file
+from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3 as Model
+from sglang.srt.speculative.spec_utils import load_token_map
+model = types.SimpleNamespace(named_parameters=lambda: [], hot_token_id=None)
+Model.load_weights(model, load_file(sys.argv[1]).items())
+print("found", Model.get_hot_token_id(model).tolist(), load_token_map(sys.argv[2]).tolist())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_sglangs_own_loaders_read_our_files(tmp_path: Path) -> None:
+    """`d2t` in a checkpoint, by its EAGLE-3 model, and the token map of EAGLE-2. Serving: tests/e2e/test_drafter.py."""
+    pytest.importorskip("sglang")
+    MAP.save(tmp_path / "ours")
+    save_as(MAP, tmp_path / "hot.pt", "token-map")
+    command = [sys.executable, "-c", _SGLANG, tmp_path / "ours" / "draft_vocab.safetensors", tmp_path / "hot.pt"]
+    cpu = Path(__file__).parents[2] / "ray_jobs" / "replicas" / "cpu_path"  # what SGLang lacks where there is no GPU
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(cpu)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "found [1, 2, 5, 9] [1, 2, 5, 9]" in done.stdout
 
 
 def test_speculators_files_with_sizes_in_their_names_and_pt(tmp_path: Path) -> None:
