@@ -28,7 +28,8 @@ from ray_jobs.teacher_counting import count_teachers
 from storage import Dataset
 from storage.errors import ContractMismatch, ShardCorrupt, StatehouseError
 from storage.objects import open_store
-from vocab.acceptance_model import load_walks
+from vocab.acceptance_model import Walks, load_walks
+from vocab.config import VocabConfig
 from vocab.counting import SideCounts, Split, side_tables
 from vocab.counts import TokenCounts
 from vocab.coverage import CoverageTable, default_sizes, percent
@@ -86,6 +87,9 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     forced = tokens.special if config.force_special_tokens else []
     listed = read_ids(config.keep_ids) if config.keep_ids else np.zeros(0, np.int64)
     job.require(config.policy != "list" or listed.size > 0, "vocab.policy is list: name the ids in vocab.keep_ids")
+    sizes = wanted_sizes(config, contract.vocab_size, len(forced))
+    walks = load_walks(config.walks) if config.walks else None
+    more = file_tasks(config.files)
     store = open_store(recipe.dataset.vocab_uri)
     store.probe()
     job.start_ray()
@@ -95,15 +99,12 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     counted = counts.folds.total().tokens + counts.held_out.tokens
     if counted != planned:
         raise ShardCorrupt(f"{dataset.uri}: counted {counted:,} loss tokens, the plan says {planned:,}")
-    if config.files:
-        more = file_tasks(config.files)
+    if more:
         counts, tasks = counts + count_all(more, contract.vocab_size, split), tasks + more
     chosen_on, held = counts.folds.total(), counts.held_out
     job.require(
         chosen_on.tokens > 0, f"{dataset.uri}: no loss tokens to choose a vocabulary on; check the prompts' loss masks"
     )
-    sizes = sorted({*(config.sizes or default_sizes(contract.vocab_size)), *([wanted] if wanted else [])})
-    sizes = [size for size in sizes if size >= len(forced)]
     choice: dict[str, Any] = {"policy": config.policy, "force_ids": forced, "listed": listed}
     orders = fold_orders(counts.folds, **choice)
     tables = side_tables(orders, policy_order(counts=chosen_on, **choice), sizes, split)
@@ -139,7 +140,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         "counts_hash": chosen_on.hash,
         **provenance(recipe),
     }
-    worked_out = trade_off(recipe, machine, tokens.config, dataset, found, chosen_on, choice)
+    worked_out = trade_off(recipe, machine, tokens.config, dataset, found, chosen_on, choice, walks)
     content = {**table.to_dict(), "study": found, "tradeoff": worked_out, "provenance": origin}
     results = {
         "coverage.json": json.dumps(content, indent=1).encode() + b"\n",
@@ -179,6 +180,7 @@ def trade_off(
     found: dict[str, Any],
     counts: TokenCounts,
     choice: dict[str, Any],
+    walks: Walks | None,
 ) -> dict[str, Any] | None:
     """The trade-off for the coverage that was found, as a dict; None where the verifier's shape is not known."""
     name = verifier_of(dataset.contract.vocab_size, dataset.contract.hidden_size)
@@ -204,12 +206,26 @@ def trade_off(
         ttt_steps=recipe.drafter.ttt_steps,
         training_workers=recipe.training.workers,
     )
-    worked_out: Tradeoff
-    if recipe.vocab.walks is None:
-        worked_out = answer(question)
-    else:
-        worked_out = answer(with_walks(question, load_walks(recipe.vocab.walks), counts, **choice))
+    if walks is not None:
+        question = with_walks(question, walks, counts, **choice)
+    worked_out: Tradeoff = answer(question)
     return worked_out.to_dict()
+
+
+def wanted_sizes(config: VocabConfig, vocab_size: int, forced: int) -> list[int]:
+    """The sizes of the report, ascending: those of the recipe, or the usual ones that hold the forced ids.
+
+    Raises RecipeError for one that is larger than the vocabulary or has no place for the forced ids.
+    """
+    given = [*(config.sizes or ()), *([config.size] if config.size else [])]
+    for size in given:
+        job.require(
+            forced <= size <= vocab_size,
+            f"vocab.sizes: {size:,} ids: expected {max(1, forced):,} (the special tokens, which are forced in) to "
+            f"{vocab_size:,} (the verifier's vocabulary)",
+        )
+    usual = [] if config.sizes else [size for size in default_sizes(vocab_size) if size >= forced]
+    return sorted({*given, *usual})
 
 
 def _counts_files(counts: SideCounts) -> dict[str, bytes]:

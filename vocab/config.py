@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 
 class VocabConfig(BaseModel):
@@ -15,7 +15,7 @@ class VocabConfig(BaseModel):
     # Ids of the draft vocabulary; null saves the coverage report only.
     size: int | None = Field(default=32000, gt=0)
     # Sizes of the coverage table; a standard list by default.
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[PositiveInt, ...] | None = None
     # frequency: most frequent ids. balanced: every source weighs the same. list: ids of keep_ids first.
     policy: Literal["frequency", "balanced", "list"] = "frequency"
     force_special_tokens: bool = True

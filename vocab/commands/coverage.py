@@ -95,6 +95,13 @@ def run(args: argparse.Namespace) -> None:
         chosen_on, held_out = counts.folds.total(), counts.held_out
     else:
         counts, chosen_on, held_out = None, _all(args, vocab_size), TokenCounts.empty(vocab_size)
+    if not chosen_on.tokens:
+        raise VocabError(
+            f"{_named(args.files)}: no loss tokens to choose a vocabulary on; are the loss masks all false, or all groups "
+            "held out?"
+        )
+    if args.size is not None:
+        check_size(args.size, vocab_size)
     table = CoverageTable.measure(chosen_on, held_out, sizes=args.sizes, hidden_size=args.hidden_size, force_ids=forced)
     table.render(Console())
     content = table.to_dict()
@@ -154,6 +161,10 @@ def _batches(args: argparse.Namespace) -> Iterator[Batch]:
             )
         else:
             yield batch
+
+
+def _named(files: list[str]) -> str:
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
 def _strings(path: str) -> Callable[[int], str]:
