@@ -73,7 +73,7 @@ def count_sides(batches: Iterable[Batch], vocab_size: int, split: Split) -> Side
         try:
             count_by_key(batch.token_ids, batch.loss_mask, batch.lengths, key, rows, vocab_size)
         except VocabError as error:
-            raise VocabError(f"{batch.where}: {error}") from error
+            raise batch.located(error, vocab_size) from error
     return SideCounts(
         FoldCounts(tuple(_of_side(sums, side, vocab_size) for side in range(split.folds)), split.seed),
         _of_side(sums, split.folds, vocab_size),

@@ -33,7 +33,8 @@ class Batch:
     """Some sequences, end to end.
 
     token_ids: [N] int32 or int64. loss_mask: [N] bool. lengths: [S] int64. sources, groups: S of each; groups is None when the
-    rows name none. where: the file and its first row, for messages. sides: [S] of a Split, where known already.
+    rows name none. where: the file and its first row, for messages. sides: [S] of a Split, where known already. path, row:
+    of the first sequence, where the others follow it in one file.
     """
 
     token_ids: NDArray[Any]
@@ -43,6 +44,21 @@ class Batch:
     groups: list[str] | None
     where: str
     sides: NDArray[np.int64] | None = None
+    path: str = ""
+    row: int = 0
+
+    def located(self, error: VocabError, vocab_size: int) -> VocabError:
+        """The error with the place of the first id outside [0, vocab_size), if that is what it is about."""
+        wrong = np.flatnonzero((self.token_ids < 0) | (self.token_ids >= vocab_size))
+        if not (self.path and wrong.size):
+            return VocabError(f"{self.where}: {error}")
+        ends = np.cumsum(self.lengths)
+        at = int(np.searchsorted(ends, wrong[0], side="right"))
+        position = int(wrong[0] - ends[at] + self.lengths[at])
+        return VocabError(
+            f"{self.path}: row {self.row + at}: token id {int(self.token_ids[wrong[0]])} at position {position} is outside "
+            f"the vocabulary of {vocab_size:,} ids; were these ids made by the verifier's own tokenizer?"
+        )
 
 
 def read_batches(paths: Sequence[str], group_column: str) -> Iterator[Batch]:
@@ -158,6 +174,8 @@ def _arrow_batch(path: str, first: int, table: Any, group_column: str) -> Batch 
         sources=["all" if source is None else str(source) for source in sources],
         groups=None if any(group is None for group in groups) else [str(group) for group in groups],
         where=f"{path}: row {first} and after",
+        path=path,
+        row=first,
     )
 
 
@@ -213,6 +231,8 @@ def _batch(path: str, first: int, rows: list[dict[str, Any]], group_column: str)
         sources=sources,
         groups=groups if len(groups) == len(rows) else None,
         where=f"{path}: row {first} and after",
+        path=path,
+        row=first,
     )
 
 

@@ -114,7 +114,7 @@ def test_coverage_holds_out_whole_groups(tmp_path: Path) -> None:
         ({"token_ids": [[1], [2, 3]]}, "row 2: token_ids: expected a list of integers, found lists of unequal"),
         ({"token_ids": [1, 2], "loss_mask": [1]}, "row 2: loss_mask: expected 2 values, as token_ids, found 1"),
         ({"token_ids": [1], "loss_mask": ["x"]}, "row 2: loss_mask: expected a list of booleans"),
-        ({"token_ids": [1, 9]}, "token id 9 at position 2 is outside the vocabulary of 5 ids"),
+        ({"token_ids": [1, 9]}, "row 2: token id 9 at position 1 is outside the vocabulary of 5 ids"),
         ({"token_ids": [2**70]}, "row 2: token_ids: expected a list of integers"),
     ],
 )
@@ -139,6 +139,22 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, capsys: pytest.Capt
     assert "bytes.jsonl" in failure(capsys, "coverage", str(tmp_path / "bytes.jsonl"))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "other.parquet")
     assert "expected a column token_ids, found ['text']" in failure(capsys, "coverage", str(tmp_path / "other.parquet"))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("wrong", [9, -2])
+def test_an_id_outside_the_vocabulary_is_named_with_its_row_and_position(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, wrong: int
+) -> None:
+    rows = [{"token_ids": [1, 2], "prompt_group": "a"}, {"token_ids": [3, 4, wrong], "prompt_group": "b"}]
+    path = tmp_path / f"rows.{form}"
+    if form == "jsonl":
+        json_lines(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    for options in ([], ["--folds", "2"]):
+        err = failure(capsys, "coverage", str(path), "--vocab-size", "5", *options)
+        assert f"rows.{form}: row 2: token id {wrong} at position 2 is outside the vocabulary of 5 ids" in err
 
 
 def test_requests_that_cannot_be_met_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ def _all(args: argparse.Namespace, vocab_size: int) -> TokenCounts:
         try:
             total += count_by_source(batch.token_ids, batch.loss_mask, batch.lengths, batch.sources, vocab_size)
         except VocabError as error:
-            raise VocabError(f"{batch.where}: {error}") from error
+            raise batch.located(error, vocab_size) from error
     return total
 
 
