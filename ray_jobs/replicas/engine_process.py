@@ -35,9 +35,15 @@ class EngineProcess:
     """Starts statehouse_engine.py, talks to it, and knows when it is dead."""
 
     def __init__(
-        self, config: ReplicaConfig, arguments: Callable[[list[int]], dict[str, Any]], capture_layers: tuple[int, ...]
+        self,
+        config: ReplicaConfig,
+        arguments: Callable[[list[int]], dict[str, Any]],
+        capture_layers: tuple[int, ...],
+        teacher_topk: int = 0,
     ) -> None:
+        """teacher_topk: ids and logits of each token's teacher summary; 0 for none."""
         self.config = config
+        self._teacher_topk = teacher_topk
         self.info: dict[str, Any] = {}
         self.log_file = _new_log_file()
         self._folder_lock, self.private = _private_folder()
@@ -104,6 +110,7 @@ class EngineProcess:
             "PYTHONPATH": os.pathsep.join(path + [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]),
             "STATEHOUSE_CAPTURE_DIR": str(self.private),
             "STATEHOUSE_CAPTURE_LAYERS": ",".join(map(str, capture_layers)),
+            "STATEHOUSE_TEACHER_TOPK": str(self._teacher_topk),
             "HF_HUB_OFFLINE": "1",  # the verifier is a folder: nothing to fetch
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": env.get("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0"),  # a crash then takes 5 s
         }

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from storage.errors import RecipeError, StatehouseError
+from storage.teacher import TeacherSummary, topk_of
 
 # Engine arguments that the capture depends on. `extraction.replica.args` may not name them.
 CAPTURE_ARGUMENTS = {
@@ -118,6 +119,14 @@ class Generation:
     finish_reason: str
 
 
+@dataclass(frozen=True)
+class Forwarded:
+    """One sequence after a prefill. states: [T, len(capture_layers) + 1, H], read-only. teacher: as the replica was asked."""
+
+    states: np.ndarray
+    teacher: TeacherSummary | None = None
+
+
 class Replica(ABC):
     """One verifier engine. `prefill` and `generate` may run at the same time, in two threads."""
 
@@ -126,13 +135,16 @@ class Replica(ABC):
         """Start the engine and prove its capture; ReplicaFailed when either does not work."""
 
     @abstractmethod
-    def prefill(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Hidden states of every token of every sequence.
+    def forward(self, batch: Sequence[np.ndarray]) -> list[Forwarded]:
+        """Hidden states of every token of every sequence, and the teacher summary that the replica was opened for.
 
-        batch: [T_i] integer token ids each. Returns one [T_i, len(capture_layers) + 1, H] array for each, read-only,
-        in the engine's dtype (float32, or ml_dtypes.bfloat16).
+        batch: [T_i] integer token ids each. States come in the engine's dtype (float32, or ml_dtypes.bfloat16).
         Raises StatehouseError for ids that no engine may see, ReplicaFailed when the engine fails.
         """
+
+    def prefill(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The states of `forward` alone: one [T_i, len(capture_layers) + 1, H] array for each sequence."""
+        return [one.states for one in self.forward(batch)]
 
     @abstractmethod
     def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
@@ -152,6 +164,16 @@ class Replica(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def unpack_summary(packed: np.ndarray, teacher: str) -> TeacherSummary:
+    """packed: [T, 1 + 2k] float32 as engine_path/statehouse_teacher.py makes it: log-sum-exp, logits, ids."""
+    k = (packed.shape[1] - 1) // 2
+    ids = packed[:, 1 + k :].astype(np.int32)
+    argmax, norm = np.ascontiguousarray(ids[:, 0]), packed[:, 0].astype(np.float32)
+    if not topk_of(teacher):
+        return TeacherSummary(argmax, norm)
+    return TeacherSummary(argmax, norm, ids, packed[:, 1 : 1 + k].astype(np.float32))
 
 
 # ---- checks that every engine shares -------------------------------------------------------------------------------

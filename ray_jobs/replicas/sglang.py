@@ -25,16 +25,19 @@ import numpy as np
 
 from ray_jobs.replicas.engine_process import EngineProcess
 from ray_jobs.replicas.replica import (
+    Forwarded,
     Generation,
     Replica,
     ReplicaConfig,
     Sampling,
+    unpack_summary,
     validate_ids,
     validate_layers,
     validate_prompts,
 )
 from ray_jobs.verifier import VerifierShape, check_weights, read_config, text_config
 from storage.errors import RecipeError, ReplicaFailed
+from storage.teacher import NONE, topk_of
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +50,8 @@ CANARY_TOKENS = 24
 CANARY_TOLERANCE = 0.02  # relative L2 of a slot, normed, from what the next layer read
 
 # Of a states file, as engine_path/statehouse_capture.py writes it.
-_HEADER = struct.Struct("<8sIIII")
-_MAGIC = b"SHSTATE1"
+_HEADER = struct.Struct("<8sIIIII")
+_MAGIC = b"SHSTATE2"
 _DTYPES: tuple[Any, ...] = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 _ALIGNMENT = 64
 
@@ -115,8 +118,16 @@ def engine_arguments(config: ReplicaConfig, folder: Path, wrapped: bool, ports: 
 class SGLangReplica(Replica):
     """One sglang.Engine in its own process, with capture."""
 
-    def __init__(self, config: ReplicaConfig, folder: Path, capture_layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: ReplicaConfig, folder: Path, capture_layers: tuple[int, ...], teacher: str = NONE
+    ) -> None:
         check_weights(folder)
+        if teacher != NONE and config.args.get("enable_dp_attention"):
+            raise RecipeError(
+                "extraction.replica.args.enable_dp_attention: its ranks hold different tokens, which the teacher summary "
+                "cannot join yet; leave it out, or set extraction.teacher=none"
+            )
+        self.teacher = teacher
         self.config = config
         self.folder = Path(folder).resolve()
         self.capture_layers = capture_layers
@@ -140,7 +151,8 @@ class SGLangReplica(Replica):
         if self._engine is not None:
             raise ReplicaFailed("the SGLang replica is running already; call stop() first")
         began = time.monotonic()
-        engine = EngineProcess(self.config, self._arguments, self.capture_layers)
+        topk = 0 if self.teacher == NONE else max(1, topk_of(self.teacher))
+        engine = EngineProcess(self.config, self._arguments, self.capture_layers, topk)
         self._engine = engine
         try:
             self._canary(engine)
@@ -175,15 +187,15 @@ class SGLangReplica(Replica):
 
     # ---- work ----
 
-    def prefill(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def forward(self, batch: Sequence[np.ndarray]) -> list[Forwarded]:
         engine = self._running()
         validate_ids(batch, self.shape.vocab_size, engine.max_length - 1)  # one token is sampled behind each
-        return [states for states, _ in self._capture(engine, batch, "prefill-")]
+        return [forwarded for forwarded, _ in self._capture(engine, batch, "prefill-")]
 
     def _capture(
         self, engine: EngineProcess, batch: Sequence[np.ndarray], prefix: str
-    ) -> list[tuple[np.ndarray, dict[str, Any]]]:
-        """States and handle of each sequence."""
+    ) -> list[tuple[Forwarded, dict[str, Any]]]:
+        """States, teacher summary and handle of each sequence."""
         sampling = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}  # 0 new tokens: no handle
         requests = [(np.asarray(ids).tolist(), sampling) for ids in batch]
         captured = []
@@ -195,8 +207,13 @@ class SGLangReplica(Replica):
                     f"expected {len(ids)} rows for a sequence of {len(ids)} tokens; "
                     f"log {engine.log_file}"
                 )
-            states = read_states(Path(handle["path"]), engine.private, np.asarray(ids, dtype=np.int32))
-            captured.append((self._checked(states, engine), handle))
+            states, packed = read_states(Path(handle["path"]), engine.private, np.asarray(ids, dtype=np.int32))
+            if (packed is None) != (self.teacher == NONE):
+                raise ReplicaFailed(
+                    f"SGLang captured no teacher summary, {self.teacher} was asked; log {engine.log_file}"
+                )
+            summary = None if packed is None else unpack_summary(packed, self.teacher)
+            captured.append((Forwarded(self._checked(states, engine), summary), handle))
         return captured
 
     def _checked(self, states_TLH: np.ndarray, engine: EngineProcess) -> np.ndarray:
@@ -213,13 +230,15 @@ class SGLangReplica(Replica):
     def _canary(self, engine: EngineProcess) -> None:
         """Prove at start what nobody would notice later: plugin, slots, layers, no cache between two equal prompts."""
         ids = (np.arange(1, CANARY_TOKENS + 1, dtype=np.int64) * 9973) % self.shape.vocab_size
-        (first, handle), (again, _) = self._capture(engine, [ids, ids], "canary-")
+        (forwarded, handle), (again, _) = self._capture(engine, [ids, ids], "canary-")
+        first = forwarded.states
         if not np.isfinite(first.astype(np.float32)).all():
             raise ReplicaFailed(f"the canary's states are not finite; log {engine.log_file}")
         del again  # its length and ids were checked: an engine with a prefix cache returns one row
         for k in range(first.shape[1] - 1):
             if np.array_equal(first[:, k], first[:, k + 1]):
                 raise ReplicaFailed(f"the canary's slots {k} and {k + 1} are equal; log {engine.log_file}")
+        self._canary_teacher(handle["teacher_errors"], engine)
         errors = handle["layer_errors"]
         if errors is None or None in errors:
             # nothing comparable passed by: CUDA graphs, quantised norms, rows scattered over ranks
@@ -233,6 +252,18 @@ class SGLangReplica(Replica):
                 f"{self.model_type}, capture layers {list(self.capture_layers)}; "
                 f"expected relative error <= {CANARY_TOLERANCE} at the canary; found {', '.join(wrong)}; "
                 f"set extraction.replica.engine=transformers, or install another sglang version"
+            )
+
+    def _canary_teacher(self, errors: list[float] | None, engine: EngineProcess) -> None:
+        if self.teacher == NONE:
+            return
+        if errors is None:
+            raise ReplicaFailed(f"the canary's teacher summary was not compared with logits; log {engine.log_file}")
+        if not max(errors) <= CANARY_TOLERANCE:
+            raise ReplicaFailed(
+                f"the teacher summary is not that of SGLang's own logits; {self.model_type}; expected a relative error <= "
+                f"{CANARY_TOLERANCE} at the canary; found {errors[0]:.3g} of the log-sum-exp, {errors[1]:.3g} of the argmax; "
+                f"set extraction.teacher=none, or install another sglang version"
             )
 
     def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
@@ -283,8 +314,8 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def read_states(path: Path, private: Path, ids: np.ndarray) -> np.ndarray:
-    """Map a states file and unlink it: [T, L, H], read-only, freed with the array.
+def read_states(path: Path, private: Path, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Map a states file and unlink it: states [T, L, H], read-only, freed with the array; packed teacher summary or None.
 
     private: the folder that the file must lie in. ids: [T] int32, the token ids that were sent; the file must hold
     the same. Raises ReplicaFailed when it does not.
@@ -294,12 +325,17 @@ def read_states(path: Path, private: Path, ids: np.ndarray) -> np.ndarray:
     with open(path, "rb") as file:
         path.unlink()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    magic, dtype, tokens, slots, hidden = _HEADER.unpack_from(mapped)
+    magic, dtype, tokens, slots, hidden, topk = _HEADER.unpack_from(mapped)
     offset = -(-(_HEADER.size + 4 * tokens) // _ALIGNMENT) * _ALIGNMENT
-    expected = offset + tokens * slots * hidden * _DTYPES[dtype].itemsize if magic == _MAGIC else -1
+    expected = end = offset + tokens * slots * hidden * _DTYPES[dtype].itemsize if magic == _MAGIC else -1
+    if topk:
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        expected = end + 4 * tokens * (1 + 2 * topk)
     if len(mapped) != expected or not np.array_equal(np.frombuffer(mapped, "<i4", tokens, _HEADER.size), ids):
         raise ReplicaFailed(
             f"the engine returned the states of another sequence; "
             f"expected {len(ids)} tokens, {expected} bytes; found {tokens} tokens, {len(mapped)} bytes"
         )
-    return np.frombuffer(mapped, _DTYPES[dtype], tokens * slots * hidden, offset).reshape(tokens, slots, hidden)
+    packed = np.frombuffer(mapped, np.float32, tokens * (1 + 2 * topk), end).reshape(tokens, -1) if topk else None
+    states = np.frombuffer(mapped, _DTYPES[dtype], tokens * slots * hidden, offset).reshape(tokens, slots, hidden)
+    return states, packed

@@ -12,23 +12,30 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ray_jobs.replicas.engine_path.statehouse_teacher import summarise
 from ray_jobs.replicas.replica import (
+    Forwarded,
     Generation,
     Replica,
     ReplicaConfig,
     Sampling,
+    unpack_summary,
     validate_ids,
     validate_layers,
     validate_prompts,
 )
 from ray_jobs.verifier import VerifierShape, read_config, text_config
 from storage.errors import ReplicaFailed
+from storage.teacher import NONE, TeacherSummary, topk_of
 
 
 class TransformersReplica(Replica):
     """AutoModelForCausalLM on the CPU, or on one GPU."""
 
-    def __init__(self, config: ReplicaConfig, folder: Path, capture_layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: ReplicaConfig, folder: Path, capture_layers: tuple[int, ...], teacher: str = NONE
+    ) -> None:
+        self.teacher = teacher
         self.config = config
         self.folder = folder
         self.capture_layers = capture_layers
@@ -57,11 +64,11 @@ class TransformersReplica(Replica):
         )
         self._model = model.eval().to("cuda" if self.config.gpus else "cpu")
 
-    def prefill(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def forward(self, batch: Sequence[np.ndarray]) -> list[Forwarded]:
         validate_ids(batch, self.shape.vocab_size, self.max_length)
-        return [self._states(np.asarray(ids)) for ids in batch]
+        return [self._forward(np.asarray(ids)) for ids in batch]
 
-    def _states(self, ids: np.ndarray) -> np.ndarray:
+    def _forward(self, ids: np.ndarray) -> Forwarded:
         import torch
 
         with self._lock, torch.inference_mode():
@@ -71,12 +78,27 @@ class TransformersReplica(Replica):
             # hidden[0] is the embedding, hidden[v + 1] the output of layer v, hidden[-1] normed.
             slots = [hidden[layer + 1][0] for layer in self.capture_layers] + [hidden[-1][0]]
             states_TLH = torch.stack(slots, dim=1).cpu()
+            summary = self._summary(model, hidden[-1][0])
         if states_TLH.dtype == torch.bfloat16:
             array = states_TLH.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         else:
             array = states_TLH.numpy()
         array.flags.writeable = False
-        return array
+        return Forwarded(array, summary)
+
+    def _summary(self, model: Any, final_TH: Any) -> TeacherSummary | None:
+        if self.teacher == NONE:
+            return None
+        head, config = model.get_output_embeddings(), model.config.get_text_config()
+        packed = summarise(
+            final_TH,
+            head.weight,
+            max(1, topk_of(self.teacher)),
+            bias_V=getattr(head, "bias", None),
+            scale=getattr(config, "logit_scale", None),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+        return unpack_summary(packed.cpu().numpy(), self.teacher)
 
     def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
         validate_prompts(prompts, samplings, self.shape.vocab_size, self.max_length)

@@ -6,8 +6,10 @@ logits output (so that SGLang neither turns them into lists nor drops all chunks
 to the host on its own stream, and writes them into one file a request:
 
     $STATEHOUSE_CAPTURE_DIR/<rid>.states = HEADER | token ids int32 [T] | zeros to a multiple of 64 | states [T, L, H]
+                                           | zeros to a multiple of 64 | teacher summary float32 [T, 1 + 2k]
 
-The response carries `meta_info["statehouse"] = [{"path", "tokens", "chunks", "layer_errors"}]`, or `{"error"}`.
+The last part is there when $STATEHOUSE_TEACHER_TOPK (k) is above 0 (statehouse_teacher.py). The response carries
+`meta_info["statehouse"] = [{"path", "tokens", "chunks", "layer_errors", "teacher_errors"}]`, or `{"error"}`.
 In an engine that serves with a drafter it captures nothing, and notes what each verify pass accepted.
 The module imports nothing of the project: it must load where only this folder is on the path.
 
@@ -17,23 +19,29 @@ Works on internals of SGLang 0.5.23; ray_jobs/replicas/sglang.py proves at each 
 import logging
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import statehouse_sampling as sampling
+import statehouse_teacher
 import torch
+from statehouse_probe import LayerProbe
 
 log = logging.getLogger(__name__)
 
-HEADER = struct.Struct("<8sIIII")  # magic, dtype, tokens, slots, hidden size
-MAGIC = b"SHSTATE1"
+HEADER = struct.Struct("<8sIIIII")  # magic, dtype, tokens, slots, hidden size, k of the teacher summary
+MAGIC = b"SHSTATE2"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ALIGNMENT = 64
-PROBE_PREFIX = "canary-"  # requests whose slots are compared with what the next layer read
 
 
 def data_offset(tokens: int) -> int:
     """Where the states of a file begin."""
-    return -(-(HEADER.size + 4 * tokens) // ALIGNMENT) * ALIGNMENT
+    return _aligned(HEADER.size + 4 * tokens)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def register() -> None:
@@ -43,9 +51,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        _let_deepseek_run_on_torch_native()
+        sampling.let_deepseek_run_on_torch_native()
         if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
-            _multiply_bf16_in_fp32(HookRegistry, HookType)
+            sampling.multiply_bf16_in_fp32(HookRegistry, HookType)
     if not os.environ.get("STATEHOUSE_CAPTURE_LAYERS"):  # an engine that serves: nothing is captured
         HookRegistry.register(
             "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram", _note_pass, HookType.AFTER
@@ -55,16 +63,18 @@ def register() -> None:
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", _forward, HookType.AROUND
     )
     HookRegistry.register(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _seed_each_row, HookType.AFTER
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        sampling.seed_each_row,
+        HookType.AFTER,
     )
-    HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", _sample, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", sampling.sample, HookType.AROUND)
 
 
 # ---- capture -------------------------------------------------------------------------------------------------------
 
 
 def _forward(original, worker, batch, *args, **kwargs):
-    probe = _LayerProbe.of(worker, batch)
+    probe = LayerProbe.of(worker, batch)
     try:
         result = original(worker, batch, *args, **kwargs)
     finally:
@@ -80,9 +90,11 @@ def _forward(original, worker, batch, *args, **kwargs):
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output
     from sglang.srt.runtime_context import get_parallel
 
+    wanted = _Wanted.of(batch, final_TH)
+    teacher = _Teacher.of(worker, batch, wanted.rows_of(final_TH), out.next_token_logits if probe is not None else None)
     if get_parallel().attn_tp_rank == 0:
         out.auxiliary_device_output = append_auxiliary_output(
-            out.auxiliary_device_output, _OnDevice.of(batch, aux_TKH, final_TH, probe)
+            out.auxiliary_device_output, _OnDevice.of(wanted, aux_TKH, final_TH, probe, teacher)
         )
     return result
 
@@ -97,6 +109,66 @@ class _Rows:
 
 
 @dataclass(frozen=True)
+class _Wanted:
+    """The rows of a batch whose requests asked for states: which request they belong to, and a mask where not all did."""
+
+    rows: tuple
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch, final_TH):
+        lengths = [int(n) for n in batch.extend_lens]
+        if sum(lengths) != final_TH.shape[0]:
+            raise RuntimeError(f"capture: {final_TH.shape[0]} rows for chunks of {lengths}")
+        rows, wanted = [], []
+        for req, start, count in zip(batch.reqs, batch.prefix_lens, lengths, strict=True):
+            wanted += [bool(req.return_hidden_states)] * count
+            if req.return_hidden_states:
+                rows.append(_Rows(req, int(start), count))
+        return cls(tuple(rows), None if all(wanted) else torch.tensor(wanted, device=final_TH.device))
+
+    def rows_of(self, tensor):
+        return tensor if self.mask is None else tensor[self.mask]
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """The summary of a batch's wanted rows. error: why there is none. errors: at a canary, how far it is from SGLang's own
+    logits of the last rows, relative to the largest: of the log-sum-exp, and of the likeliest id's logit."""
+
+    packed: torch.Tensor | None = None  # [rows, 1 + 2k]
+    k: int = 0
+    error: str | None = None
+    errors: tuple | None = None
+
+    @classmethod
+    def of(cls, worker, batch, final_TH, logits_BV):
+        """On every tensor-parallel rank alike: each holds a part of the lm_head."""
+        k = int(os.environ.get("STATEHOUSE_TEACHER_TOPK") or 0)
+        if not k:
+            return cls()
+        model = worker.model_runner.model
+        try:
+            if getattr(model, "_statehouse_head", None) is None:
+                object.__setattr__(model, "_statehouse_head", statehouse_teacher.Head.of(model))
+        except RuntimeError as error:
+            return cls(error=str(error))
+        packed = model._statehouse_head.summarise(final_TH, k)
+        errors = None
+        if logits_BV is not None and all(req.return_hidden_states for req in batch.reqs):
+            last = torch.tensor([int(n) for n in batch.extend_lens], device=packed.device).cumsum(0) - 1
+            errors = _far_from(packed[last], logits_BV[: len(last)].float(), k)
+        return cls(packed, k, None, errors)
+
+
+def _far_from(packed_BC, logits_BV, k):
+    scale_B = logits_BV.abs().amax(-1)
+    norm_B = (packed_BC[:, 0] - logits_BV.logsumexp(-1)).abs()
+    gap_B = logits_BV.amax(-1) - logits_BV.gather(1, packed_BC[:, 1 + k : 2 + k].long()).squeeze(1)
+    return tuple(float((x_B / scale_B).max()) for x_B in (norm_B, gap_B))
+
+
+@dataclass(frozen=True)
 class _OnDevice:
     """A batch's states before SGLang copies them to the host (its DeviceAuxiliaryOutput)."""
 
@@ -104,25 +176,19 @@ class _OnDevice:
     hidden: int
     rows: tuple
     layer_errors: tuple | None
+    teacher: _Teacher
 
     @classmethod
-    def of(cls, batch, aux_TKH, final_TH, probe):
+    def of(cls, wanted, aux_TKH, final_TH, probe, teacher):
         states = torch.cat((aux_TKH, final_TH.to(aux_TKH.dtype)), dim=1)  # new memory: graphs may reuse the old
         errors = probe.errors(states, final_TH.shape[1]) if probe is not None else None
-        lengths = [int(n) for n in batch.extend_lens]
-        if sum(lengths) != states.shape[0]:
-            raise RuntimeError(f"capture: {states.shape[0]} rows for chunks of {lengths}")
-        rows, wanted = [], []
-        for req, start, count in zip(batch.reqs, batch.prefix_lens, lengths, strict=True):
-            wanted += [bool(req.return_hidden_states)] * count
-            if req.return_hidden_states:
-                rows.append(_Rows(req, int(start), count))
-        if not all(wanted):
-            states = states[torch.tensor(wanted, device=states.device)]
-        return cls(states, final_TH.shape[1], tuple(rows), errors)
+        return cls(wanted.rows_of(states), final_TH.shape[1], wanted.rows, errors, teacher)
 
     def copy_to_host(self, copy_tensor):
-        return _OnHost(copy_tensor(self.states), self.hidden, self.rows, self.layer_errors)
+        teacher = self.teacher
+        if teacher.packed is not None:
+            teacher = replace(teacher, packed=copy_tensor(teacher.packed))
+        return _OnHost(copy_tensor(self.states), self.hidden, self.rows, self.layer_errors, teacher)
 
 
 @dataclass(frozen=True)
@@ -133,24 +199,29 @@ class _OnHost:
     hidden: int
     rows: tuple
     layer_errors: tuple | None
+    teacher: _Teacher
 
     def consume(self, batch, commits):
         taken = 0
         for rows in self.rows:
-            chunk = self.states[taken : taken + rows.count]
+            part = slice(taken, taken + rows.count)
             taken += rows.count
             try:
-                handle = _write_chunk(rows, chunk, self.hidden)
+                if self.teacher.error:
+                    raise RuntimeError(self.teacher.error)
+                summary = None if self.teacher.packed is None else self.teacher.packed[part]
+                handle = _write_chunk(rows, self.states[part], self.hidden, summary, self.teacher.k)
             except Exception as error:  # an exception here would kill the engine: let the request fail alone
                 log.exception("capture of request %s failed", rows.req.rid)
                 handle = {"error": f"{type(error).__name__}: {error}"}
             if handle is not None:
                 handle["layer_errors"] = self.layer_errors
+                handle["teacher_errors"] = self.teacher.errors
                 rows.req.customized_info = {**(rows.req.customized_info or {}), "statehouse": [handle]}
 
 
-def _write_chunk(rows, chunk, hidden):
-    """Append a chunk to its request's file; the handle when it was the last one."""
+def _write_chunk(rows, chunk, hidden, summary, k):
+    """Append a chunk, and its rows of the teacher summary, to its request's file; the handle when it was the last one."""
     req, ids = rows.req, rows.req.origin_input_ids
     path = Path(os.environ["STATEHOUSE_CAPTURE_DIR"]) / f"{req.rid}.states"
     part = path.with_suffix(".part")
@@ -161,11 +232,13 @@ def _write_chunk(rows, chunk, hidden):
     try:
         if rows.start == 0:
             slots = chunk.shape[1] // hidden
-            header = HEADER.pack(MAGIC, DTYPES[chunk.dtype], len(ids), slots, hidden)
+            header = HEADER.pack(MAGIC, DTYPES[chunk.dtype], len(ids), slots, hidden, k)
             _write_at(file, memoryview(header + torch.tensor(list(ids), dtype=torch.int32).numpy().tobytes()), 0)
         row_bytes = chunk.shape[1] * chunk.element_size()
-        data = memoryview(chunk.contiguous().view(torch.uint8).numpy()).cast("B")
-        _write_at(file, data, data_offset(len(ids)) + rows.start * row_bytes)
+        _write_at(file, _bytes(chunk), data_offset(len(ids)) + rows.start * row_bytes)
+        if summary is not None:
+            behind = _aligned(data_offset(len(ids)) + len(ids) * row_bytes)
+            _write_at(file, _bytes(summary), behind + rows.start * 4 * (1 + 2 * k))
     finally:
         os.close(file)
     done, chunks = rows.start + rows.count, chunks + 1
@@ -176,79 +249,14 @@ def _write_chunk(rows, chunk, hidden):
     return {"path": str(path), "tokens": done, "chunks": chunks}
 
 
+def _bytes(tensor):
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+
+
 def _write_at(file, data, offset):
     while data:  # one call writes 2 GiB at most
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
-
-
-# ---- proof that slot k is the output of layer v --------------------------------------------------------------------
-
-
-class _LayerProbe:
-    """Records, for one batch, what the attention of layer v + 1 reads and what the last norm puts out.
-
-    The attention of layer v + 1 reads input_layernorm(output of layer v), whole on every tensor-parallel rank: so a
-    slot holds the output of layer v if and only if that norm maps it to what was read. (The decoder layers' own
-    return values would not do: SGLang keeps the residual beside them.)
-    """
-
-    def __init__(self, layers, norm, wanted):
-        self.norms = [layers[v + 1].input_layernorm for v in wanted]
-        self.seen = [None] * (len(wanted) + 1)
-        self.hooks = [
-            layers[v + 1].self_attn.register_forward_pre_hook(self._record_input(k), with_kwargs=True)
-            for k, v in enumerate(wanted)
-        ]
-        self.hooks.append(norm.register_forward_hook(self._record_final))
-
-    @classmethod
-    def of(cls, worker, batch):
-        """The probe of a batch that holds a canary; None for other batches and unknown module trees."""
-        if batch is None or not any(str(req.rid).startswith(PROBE_PREFIX) for req in batch.reqs):
-            return None
-        wanted = [int(layer) for layer in os.environ["STATEHOUSE_CAPTURE_LAYERS"].split(",")]
-        for parent in worker.model_runner.model.modules():
-            layers, norm = getattr(parent, "layers", None), getattr(parent, "norm", None)
-            if isinstance(layers, torch.nn.ModuleList) and isinstance(norm, torch.nn.Module):
-                try:
-                    return cls(layers, norm, wanted)
-                except (AttributeError, IndexError):
-                    continue
-        return None
-
-    def _record_input(self, k):
-        def hook(module, args, kwargs):
-            value = kwargs.get("hidden_states")
-            if value is None:
-                value = next((a for a in args if torch.is_tensor(a) and a.is_floating_point()), None)
-            self.seen[k] = value.clone() if torch.is_tensor(value) else None
-
-        return hook
-
-    def _record_final(self, module, args, output):
-        value = output[0] if isinstance(output, tuple) else output
-        self.seen[-1] = value.clone()
-
-    def remove(self):
-        for hook in self.hooks:
-            hook.remove()
-
-    def errors(self, states, hidden):
-        """Relative L2 error of each slot; None where nothing comparable was seen (CUDA graphs, scattered rows)."""
-        errors = []
-        for k, slot in enumerate(states.split(hidden, dim=1)):
-            expected, found = self.seen[k], slot
-            try:
-                if k < len(self.norms):
-                    found = self.norms[k](slot.contiguous())
-                if expected is None or expected.shape != found.shape:
-                    raise TypeError("not comparable")
-                expected = expected.float()
-                errors.append(float((found.float() - expected).norm() / expected.norm()))
-            except (TypeError, AttributeError, RuntimeError):
-                errors.append(None)
-        return tuple(errors)
 
 
 # ---- speculation ---------------------------------------------------------------------------------------------------
@@ -262,93 +270,3 @@ def _note_pass(result, req, accepted):
     req.customized_info = req.customized_info or {}
     marks = req.customized_info.setdefault("statehouse_passes", [None])  # the first token is the prefill's
     marks += [int(accepted)] + [None] * int(accepted)
-
-
-# ---- sampling ------------------------------------------------------------------------------------------------------
-
-
-def _seed_each_row(info, cls, batch, *args, **kwargs):
-    """Give every row its request's own seed, so that a response does not depend on who shares its batch.
-
-    SGLang does this only under enable_deterministic_inference, which also swaps kernels.
-    """
-    seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
-    info.sampling_seed = torch.tensor([0 if seed is None else seed for seed in seeds], dtype=torch.int64).to(
-        info.temperatures.device, non_blocking=True
-    )
-    return info
-
-
-def _sample(original, sampler, probs, info, positions, simple):
-    """Draw by inverse CDF from one uniform number a row, hashed from its seed and position.
-
-    SGLang's own seeded draw compiles a kernel and hashes every (row, token); its top-p sorts the whole vocabulary.
-    What is not asked for here (top-k, min-p, sampling masks) goes to SGLang.
-    """
-    if info.sampling_mask_batch_indices is not None or info.need_min_p_sampling or info.sampling_seed is None:
-        return original(sampler, probs, info, positions, simple)
-    uniform_B1 = _uniform(info.sampling_seed, positions)[:, None]
-    weights_BK, ids_BK = probs, None
-    if info.need_top_p_sampling:
-        for width in (1024, probs.shape[1]):  # the most likely ids nearly always hold the nucleus
-            weights_BK, ids_BK = probs.topk(min(width, probs.shape[1]), dim=-1)
-            mass_BK = weights_BK.cumsum(-1)
-            if bool((mass_BK[:, -1:] >= info.top_ps.view(-1, 1)).all()):
-                break
-        # an id stays when the mass before it is within top_p, so at least one does
-        weights_BK = weights_BK.masked_fill(mass_BK - weights_BK > info.top_ps.view(-1, 1), 0.0)
-    cdf_BK = weights_BK.double().cumsum(-1)
-    drawn_B1 = torch.searchsorted(cdf_BK, uniform_B1 * cdf_BK[:, -1:], right=True).clamp_(max=cdf_BK.shape[1] - 1)
-    if ids_BK is not None:
-        drawn_B1 = ids_BK.gather(1, drawn_B1)
-    if info.is_any_greedy:  # top_k = 1 is how SGLang spells temperature 0
-        drawn_B1 = torch.where(info.top_ks.view(-1, 1) == 1, probs.argmax(-1, keepdim=True), drawn_B1)
-    return drawn_B1.view(-1).to(torch.int32), None
-
-
-def _uniform(seed_B, position_B):
-    """[B] float64 in [0, 1): splitmix64 of seed and position. int64 arithmetic wraps, as it should."""
-    x = seed_B * -7046029254386353131 + (position_B.to(torch.int64) + 1) * -4658895280553007687
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
-
-
-# ---- engines on a CPU ----------------------------------------------------------------------------------------------
-
-
-def _let_deepseek_run_on_torch_native():
-    """torch_native has no DeepSeek handler, and the default one picks MHA over an MLA cache."""
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
-
-    handler.AttentionBackendRegistry.register("torch_native", lambda attn, batch: handler.AttnForwardMethod.MLA)
-
-
-def _multiply_bf16_in_fp32(registry, hooks):
-    """Without AVX-512 a bf16 matrix product takes 7 times an fp32 one: multiply in fp32, round the result to bf16.
-
-    The sums are fp32 either way. Costs an fp32 copy of each weight.
-    """
-    registry.register("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", _linear, hooks.AROUND)
-    registry.register("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, hooks.AROUND)
-
-
-def _linear(original, method, layer, x, bias=None, *args, **kwargs):
-    if x.dtype != torch.bfloat16 or layer.weight.dtype != torch.bfloat16 or args or kwargs:
-        return original(method, layer, x, bias, *args, **kwargs)
-    bias = None if bias is None else bias.float()
-    return torch.nn.functional.linear(x.float(), _fp32_weight(layer), bias).to(torch.bfloat16)
-
-
-def _lm_head(original, processor, hidden, head, bias=None, **kwargs):
-    weight = getattr(head, "weight", None)
-    plain = weight is not None and weight.dtype == torch.bfloat16 and bias is None and not hasattr(head, "set_lora")
-    if not plain or processor.use_fp32_lm_head:
-        return original(processor, hidden, head, bias, **kwargs)
-    return torch.nn.functional.linear(hidden.float(), _fp32_weight(head)).to(torch.bfloat16)
-
-
-def _fp32_weight(module):
-    if getattr(module, "_statehouse_fp32", None) is None:
-        module._statehouse_fp32 = module.weight.detach().float()
-    return module._statehouse_fp32

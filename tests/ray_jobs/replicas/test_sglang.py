@@ -43,11 +43,15 @@ def test_layer_zero_alone_cannot_be_said_to_deepseek() -> None:
 # ---- the file that states come in ----
 
 
-def states_file(folder: Path, ids: np.ndarray, states: np.ndarray) -> Path:
-    head = struct.pack("<8sIIII", b"SHSTATE1", int(states.dtype != np.float32), *states.shape)
+def states_file(folder: Path, ids: np.ndarray, states: np.ndarray, packed: np.ndarray | None = None) -> Path:
+    k = 0 if packed is None else packed.shape[1] // 2
+    head = struct.pack("<8sIIIII", b"SHSTATE2", int(states.dtype != np.float32), *states.shape, k)
     head += ids.astype("<i4").tobytes()
     path = folder / "prefill-0.states"
-    path.write_bytes(head.ljust(-(-len(head) // 64) * 64, b"\0") + states.tobytes())
+    data = head.ljust(-(-len(head) // 64) * 64, b"\0") + states.tobytes()
+    if packed is not None:
+        data = data.ljust(-(-len(data) // 64) * 64, b"\0") + packed.astype("<f4").tobytes()
+    path.write_bytes(data)
     return path
 
 
@@ -56,11 +60,24 @@ def test_states_are_read_exactly_and_the_file_is_gone(tmp_path: Path, dtype: typ
     ids = np.array([3, 1, 2], dtype=np.int32)
     states = np.random.default_rng(0).normal(size=(3, 4, 8)).astype(dtype)
     path = states_file(tmp_path, ids, states)
-    read = read_states(path, tmp_path, ids)
+    read, packed = read_states(path, tmp_path, ids)
+    assert packed is None
     assert not path.exists()
     assert read.dtype == dtype
     assert not read.flags.writeable
     np.testing.assert_array_equal(read, states)
+
+
+def test_a_teacher_summary_behind_the_states_is_read_exactly(tmp_path: Path) -> None:
+    ids, packed = np.array([3, 1, 2], dtype=np.int32), np.arange(15, dtype=np.float32).reshape(3, 5)
+    states = np.ones((3, 4, 7), np.float32)
+    read, summary = read_states(states_file(tmp_path, ids, states, packed), tmp_path, ids)
+    np.testing.assert_array_equal(read, states)
+    np.testing.assert_array_equal(summary, packed)
+    cut = states_file(tmp_path, ids, states, packed)
+    cut.write_bytes(cut.read_bytes()[:-4])
+    with pytest.raises(ReplicaFailed, match="another sequence"):
+        read_states(cut, tmp_path, ids)
 
 
 def test_the_states_of_another_sequence_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ray_jobs.replicas import open_replica
-from ray_jobs.replicas.replica import Replica, ReplicaConfig, Sampling
+from ray_jobs.replicas.replica import Forwarded, Replica, ReplicaConfig, Sampling
 from ray_jobs.replicas.sglang import SGLangReplica
 from ray_jobs.verifier import default_capture_layers, resolve_verifier
 from storage.errors import ReplicaFailed, StatehouseError
@@ -21,6 +21,7 @@ from storage.errors import ReplicaFailed, StatehouseError
 pytest.importorskip("sglang")
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(280)]
 CHUNK = 64
+TEACHER = "topk(4)"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def layers() -> list[int]:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path, layers: list[int]) -> Iterator[Replica]:
-    with open_replica(ReplicaConfig(engine="transformers", dtype="float32"), folder, layers) as replica:
+    with open_replica(ReplicaConfig(engine="transformers", dtype="float32"), folder, layers, TEACHER) as replica:
         yield replica
 
 
@@ -44,7 +45,7 @@ def engine(folder: Path, layers: list[int]) -> Iterator[SGLangReplica]:
     config = ReplicaConfig(
         dtype="float32", start_timeout_s=240, request_timeout_s=120, args={"chunked_prefill_size": CHUNK}
     )
-    replica = open_replica(config, folder, layers)
+    replica = open_replica(config, folder, layers, TEACHER)
     assert isinstance(replica, SGLangReplica)
     with replica:
         yield replica
@@ -65,8 +66,13 @@ def prompts() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def states(engine: Replica, prompts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return dict(zip(prompts, engine.prefill(list(prompts.values())), strict=True))
+def forwarded(engine: Replica, prompts: dict[str, np.ndarray]) -> dict[str, Forwarded]:
+    return dict(zip(prompts, engine.forward(list(prompts.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def states(forwarded: dict[str, Forwarded]) -> dict[str, np.ndarray]:
+    return {name: one.states for name, one in forwarded.items()}
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -95,6 +101,29 @@ def test_every_state_of_every_token_equals_the_oracles(
     assert cosine(states[name], expected).min() > 0.999999
     norms = np.linalg.norm(states[name], axis=-1) / np.linalg.norm(expected, axis=-1)
     np.testing.assert_allclose(norms, 1, atol=1e-4)
+
+
+def test_the_teacher_summary_is_that_of_transformers_logits(
+    forwarded: dict[str, Forwarded], prompts: dict[str, np.ndarray], folder: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, ids in prompts.items():
+        with torch.inference_mode():
+            logits_TV = model(torch.tensor(ids)[None]).logits[0]
+        summary = forwarded[name].teacher
+        assert summary is not None
+        assert summary.topk_ids is not None
+        assert summary.topk_logits is not None
+        np.testing.assert_allclose(summary.logsumexp, logits_TV.logsumexp(-1).numpy(), atol=2e-3)
+        values, _ = logits_TV.topk(4)
+        np.testing.assert_allclose(summary.topk_logits, values.numpy(), atol=2e-3)
+        chosen = logits_TV.gather(1, torch.tensor(summary.argmax).long()[:, None])[:, 0]
+        assert (values[:, 0] - chosen).abs().max() < 2e-3  # the argmax, or as good as it
+        assert (summary.argmax == logits_TV.argmax(-1).numpy()).mean() > 0.99
+        assert np.array_equal(summary.topk_ids[:, 0], summary.argmax)
 
 
 def test_greedy_responses_equal_the_oracles(engine: Replica, oracle: Replica, folder: Path) -> None:
