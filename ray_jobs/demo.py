@@ -122,5 +122,5 @@ def load_vocabulary(recipe: Recipe) -> tuple[DraftVocab, TokenCounts]:
 
 if __name__ == "__main__":
     arguments = job.parser("demo", __doc__ or "")
-    arguments.set_defaults(repair=False, shards=None, fresh=False, controls=False)
+    arguments.set_defaults(repair=False, retry_quarantined=False, shards=None, fresh=False, controls=False)
     job.main(arguments, run)

@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
-from typing import Any
-
-import numpy as np
-import pyarrow as pa
 
 from ray_jobs import job
+from ray_jobs.filling import fill
 from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.supervisor import Supervisor
-from ray_jobs.worker import ExtractUnit, replicas_of
+from ray_jobs.worker import replicas_of
 from storage import layout
 from storage.commit import publish_plan
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
@@ -30,36 +26,14 @@ from storage.objects import ObjectStore, open_store
 from storage.plan import Plan, make_plan
 from storage.repair import clear_damaged_plan, damaged_shards, require_whole, restore_offset, settle
 from storage.reuse import Reusable, fill_reusable, find_reusable
-from storage.seal import Seal, load_seal, scan_shards, seal_dataset, some
+from storage.seal import Scanned, Seal, load_seal, scan_shards, seal_dataset, some
+from storage.teacher import teacher_keys
 from storage.writer import ShardWriter, shard_identity
-
-
-def make_units(
-    plan: Plan, sequences: pa.Table, shards: set[int], reusable: Reusable | None = None
-) -> list[ExtractUnit]:
-    """The work units of `shards`. sequences: `TOKENS_SCHEMA`, the table the plan was made from."""
-    token_ids = sequences["token_ids"].combine_chunks()
-    flat, offsets = token_ids.flatten().to_numpy(), token_ids.offsets.to_numpy()
-    offsets = offsets - offsets[0]
-    return [
-        ExtractUnit(
-            unit.shard,
-            [flat[offsets[row] : offsets[row + 1]] for row in unit.rows],
-            reusable.known(plan, unit) if reusable else {},
-        )
-        for unit in plan.units()
-        if not shards.isdisjoint(range(unit.shard, unit.shard + unit.shards))
-    ]
-
-
-def calibration_batch(plan: Plan, sequences: pa.Table, count: int) -> list[np.ndarray]:
-    """Token ids of `count` sequences spread over the plan: every k-th by id, so all sources have their share."""
-    rows = np.unique(np.linspace(0, len(plan.table) - 1, min(count, len(plan.table))).astype(int))
-    return [np.array(sequences["token_ids"][int(row)].as_py(), np.int32) for row in rows]
 
 
 def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = None) -> None:
     """replicas: to be used and left running; by default the job's own."""
+    retry = bool(getattr(args, "retry_quarantined", False))
     job.require(args.repair or not args.shards, "--shards names the shards that --repair checks; give --repair, too")
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
@@ -67,7 +41,13 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     responses = inputs.read_responses(sampling_hash(recipe, verifier))
     sequences, counts = compose_sequences(prompts, responses, inputs.store.uri)
     contract = make_contract(recipe, verifier)
-    plan = make_plan(sequences, contract, recipe.dataset.codec, shard_length=recipe.dataset.shard_tokens)
+    plan = make_plan(
+        sequences,
+        contract,
+        recipe.dataset.codec,
+        shard_length=recipe.dataset.shard_tokens,
+        teacher=recipe.extraction.teacher,
+    )
     store = open_store(recipe.dataset.uri)
     store.probe()
     if args.repair:
@@ -85,30 +65,40 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
         " ".join(f"{name}={count}" for name, count in counts.items() if count),
     )
     sealed = _sealed(store)
-    if sealed is not None and not args.repair:
+    if sealed is not None and not args.repair and not (retry and sealed.quarantined):
         require_whole(store)
         seal = sealed
     else:
         if sealed is not None and restore_offset(store):
             job.log.warning("repair writes again key=%s", layout.OFFSET)
-        missing = missing_shards(store, plan, repair=args.repair, only=args.shards)
+        good = existing_shards(store, plan, repair=args.repair, only=args.shards)
+        if retry:
+            forget_quarantined(store, plan, good)
+        missing = set(range(plan.geometry.shards)) - set(good)
+        quarantined = sum(len(one.receipt.quarantined) for one in good.values())
         reusable = reuse(recipe, store, plan, missing)
         if missing:
             job.start_ray()
             with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
-                _fill(recipe, store, plan, sequences, missing, supervisor, reusable)
-        seal = settle(store, plan, provenance(recipe)) if sealed else seal_dataset(store, plan, provenance(recipe))
+                fill(recipe, store, plan, sequences, missing, supervisor, reusable, quarantined)
+        if sealed:
+            seal = settle(store, plan, provenance(recipe))
+        else:
+            share = recipe.extraction.max_quarantined
+            seal = seal_dataset(store, plan, provenance(recipe), max_quarantine_share=share)
         if sealed is not None:
             job.log.info(
-                "repair %s",
+                "%s %s",
+                "retry" if retry else "repair",
                 f"sealed anew number={seal.number} changed={some(seal.changed_shards)}"
                 if seal.number != sealed.number
                 else "the sealed content is whole again",
             )
     job.log.info(
-        "extract sealed fingerprint=%s sequences=%d tokens=%s raw=%.1fMB stored=%.1fMB ratio=%.3f where=%s",
+        "extract sealed fingerprint=%s sequences=%d quarantined=%d tokens=%s raw=%.1fMB stored=%.1fMB ratio=%.3f where=%s",
         seal.fingerprint[:12],
         seal.sequences,
+        len(seal.quarantined),
         f"{seal.tokens:,}",
         seal.raw_bytes / 1e6,
         seal.stored_bytes / 1e6,
@@ -125,7 +115,14 @@ def _sealed(store: ObjectStore) -> Seal | None:
 
 
 def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool, only: set[int] | None = None) -> set[int]:
-    """Shards to be extracted. With `repair`, which reads every byte, those that were read twice and found bad both times
+    """Shards to be extracted: all but `existing_shards`."""
+    return set(range(plan.geometry.shards)) - set(existing_shards(store, plan, repair=repair, only=only))
+
+
+def existing_shards(
+    store: ObjectStore, plan: Plan, *, repair: bool, only: set[int] | None = None
+) -> dict[int, Scanned]:
+    """Shards that need not be extracted. With `repair`, which reads every byte, those that were read twice and found bad both times
     are deleted; without, a bad one is a ShardCorrupt. Missing ones are filled and never deleted.
 
     only: with `repair`, the shards that are checked.
@@ -143,14 +140,30 @@ def missing_shards(store: ObjectStore, plan: Plan, *, repair: bool, only: set[in
                 )
             if shard in damaged_shards(store, plan, [shard]):
                 job.log.warning("repair deletes shard=%d reason=%s", shard, reason)
-                store.delete(layout.shard_key(shard))
+                _delete_shard(store, plan, shard)
                 deleted = True
         if deleted and not sealed:
             store.delete(layout.SHARDS)  # left by a seal that was cut off: it would name the old receipts
     good, bad = scan_shards(store, plan)
     if bad:
         raise ShardCorrupt(bad[min(bad)])
-    return set(range(plan.geometry.shards)) - set(good)
+    return good
+
+
+def _delete_shard(store: ObjectStore, plan: Plan, shard: int) -> None:
+    """The shard first: where it is, its teacher objects are."""
+    store.delete(layout.shard_key(shard))
+    for key in teacher_keys(plan.teacher, shard):
+        store.delete(key)
+
+
+def forget_quarantined(store: ObjectStore, plan: Plan, good: dict[int, Scanned]) -> None:
+    """Deletes the shards that lack sequences, so that these are tried again; takes them out of `good`."""
+    for shard, one in list(good.items()):
+        if one.receipt.quarantined:
+            job.log.warning("retry deletes shard=%d quarantined=%d", shard, len(one.receipt.quarantined))
+            _delete_shard(store, plan, shard)
+            del good[shard]
 
 
 def reuse(recipe: Recipe, store: ObjectStore, plan: Plan, missing: set[int]) -> Reusable:
@@ -174,44 +187,6 @@ def reuse(recipe: Recipe, store: ObjectStore, plan: Plan, missing: set[int]) -> 
     return found
 
 
-def _fill(
-    recipe: Recipe,
-    store: ObjectStore,
-    plan: Plan,
-    sequences: pa.Table,
-    missing: set[int],
-    supervisor: Supervisor,
-    reusable: Reusable,
-) -> None:
-    done_before = plan.geometry.shards - len(missing)
-    job.log.info("extract start shards=%d finished_before=%d", len(missing), done_before)
-    uri = store.uri  # absolute: a worker may run in another folder
-    if not ShardWriter(store, shard_identity(plan)).calibrated:
-        supervisor.call("calibrate", uri, calibration_batch(plan, sequences, recipe.extraction.calibration_sequences))
-    units = make_units(plan, sequences, missing, reusable)
-    # Two drivers started at once walk the shards in different orders, and so share most of the work.
-    random.shuffle(units)
-    total = sum(1 for _ in plan.units())  # fewer than shards where a sequence takes a run of them
-    progress = job.Progress("extract", "shards", total, total - len(units))
-    stored = {"bytes": 0, "adopted": 0}
-
-    def done(work: tuple[str, ExtractUnit], result: dict[str, Any]) -> None:
-        stored["bytes"] += result["data_bytes"]
-        stored["adopted"] += not result["created"]
-        if result.get("non_finite"):
-            job.log.warning("shard=%d non_finite=%d", result["shard"], result["non_finite"])
-        seconds = max(progress.seconds, 1e-9)
-        progress.step(
-            work[1].tokens,
-            stored_MB_per_s=f"{stored['bytes'] / 1e6 / seconds:.2f}",
-            adopted=stored["adopted"],
-            restarts=supervisor.restarts,
-            replicas=len(supervisor.actors),
-        )
-
-    supervisor.run("extract", [(uri, unit) for unit in units], done, progress.wait)
-
-
 def _numbers(text: str) -> set[int]:
     return {int(part) for part in text.split(",")}
 
@@ -219,6 +194,11 @@ def _numbers(text: str) -> set[int]:
 if __name__ == "__main__":
     arguments = job.parser("extract", __doc__ or "")
     arguments.add_argument("--repair", action="store_true", help="delete damaged objects and make them again")
+    arguments.add_argument(
+        "--retry-quarantined",
+        action="store_true",
+        help="extract shards again that lack sequences, before or after the seal",
+    )
     arguments.add_argument(
         "--shards",
         type=_numbers,

@@ -105,6 +105,7 @@ def make_contract(recipe: Recipe, verifier: Verifier) -> Contract:
         verifier=recipe.verifier.model,
         revision=recipe.verifier.revision,
         capture_layers=verifier.capture_layers,
+        final_state="post_norm" if recipe.extraction.layers == "all" else "absent",
         engine_args={name: value for name, value in config.args.items() if name not in NEUTRAL_ARGUMENTS},
         engine=config.engine,
         engine_version=engine_version,

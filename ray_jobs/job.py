@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -107,6 +108,26 @@ def _submitted() -> bool:
 
 def _stopped(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(143)  # unwinds, so that replicas are ended in order
+
+
+@contextlib.contextmanager
+def drain_on_sigterm() -> Iterator[Callable[[], bool]]:
+    """SIGTERM inside the block is noted (what is given says so); a second one stops the process as it does elsewhere."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    noted: list[bool] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            _stopped(number, frame)
+        noted.append(True)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _forwarded() -> dict[str, str]:
@@ -217,6 +238,10 @@ class Progress:
     def wait(self, in_flight: int) -> None:
         """A line for a while in which nothing finished."""
         log.info("%s in_flight=%d seconds=%.0f", self.line(time.monotonic()), in_flight, self.seconds)
+
+    def restart(self) -> None:
+        """What came before was no work."""
+        self.began = self.last = time.monotonic()
 
     @property
     def seconds(self) -> float:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from drafter.recipe import DrafterSection, TrainingSection
 from ray_jobs.replicas.replica import ReplicaConfig
 from ray_jobs.verifier import VerifierShape
 from storage.config import DatasetConfig
-from storage.errors import RecipeError
+from storage.errors import RecipeError, StatehouseError
+from storage.teacher import MOST_TOPK, parse_teacher, topk_of
 from vocab.config import VocabConfig
 
 
@@ -72,12 +73,48 @@ class ExtractionConfig(Section):
     replica: ReplicaConfig = ReplicaConfig()
     # 0-based outputs of decoder layers, ascending; by default low 1, mid n//2-1, high n-4.
     capture_layers: tuple[int, ...] | None = Field(default=None, min_length=1)
-    # A unit that fails this often ends the job.
+    # all: the captured layers and the final state. aux: without the final state, a quarter less at three layers; the
+    # teacher's top-k then has to stand in for it.
+    layers: Literal["all", "aux"] = "all"
+    # What is kept of the verifier's next-token distribution: none, argmax (with log-sum-exp, 8 bytes a token) or topk(k).
+    teacher: str = "argmax"
+    # A unit that fails this often is bisected for the sequences that make it fail.
     max_attempts: int = Field(default=3, gt=0)
+    # Share of the sequences that may be quarantined; more fails the job and the seal.
+    max_quarantined: float = Field(default=0.01, ge=0, le=1)
+    # Share of the sequences that a second replica forwards, too (at least one; 0 for none), and how far the states of any
+    # layer may differ: relative L2. Two bf16 engines differ by about .02.
+    self_check: float = Field(default=0.002, ge=0, le=1)
+    self_check_limit: float = Field(default=0.1, gt=0)
+    # A replica that does not answer a unit for this long, or a health check for the other, is replaced.
+    unit_timeout_s: float = Field(default=3600, gt=0)
+    health_timeout_s: float = Field(default=120, gt=0)
+    # A unit that takes so many times as long as others is given to an idle replica, too.
+    straggler_factor: float = Field(default=4, gt=1)
+    # Seconds that units in flight may take to end after SIGTERM.
+    drain_s: float = Field(default=30, ge=0)
+    # For the cost in the summary and in --plan.
+    usd_per_replica_hour: float | None = Field(default=None, ge=0)
     # Sequences whose states calibrate the exponent offsets.
     calibration_sequences: int = Field(default=16, gt=0)
     # For the hours that --plan prints: prefill rate of one replica, where it is known.
     tokens_per_second: float | None = Field(default=None, gt=0)
+
+    @field_validator("teacher")
+    @classmethod
+    def _known_teacher(cls, teacher: str) -> str:
+        try:
+            return parse_teacher(teacher)
+        except StatehouseError:
+            raise ValueError(f"must be none, argmax or topk(k) with k = 1 to {MOST_TOPK}") from None
+
+    @model_validator(mode="after")
+    def _something_stands_in_for_the_final_state(self) -> Self:
+        if self.layers == "aux" and not topk_of(self.teacher):
+            raise ValueError(
+                f"layers: aux leaves out the final state, so teacher must be topk(k), found {self.teacher}"
+            )
+        return self
 
 
 class EvaluationConfig(Section):

@@ -1,29 +1,26 @@
-"""Work units over replica actors: two in flight each, requeued when an actor dies, dead actors replaced.
+"""Drives replica actors through the scheduler's state machine: its actions become Ray calls, Ray's answers its events.
 
-Units are idempotent (their results are create-only objects), so handing one out twice costs time and nothing else.
+A replica lives in a placement group of its own, one bundle with all its CPUs and GPUs on one node. Everything that is
+decided, is decided in `scheduling`; here is only what needs a cluster: starting, calling, waiting, killing, health checks.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from ray_jobs import job
+from ray_jobs.policies import Call, Done, Kill, Outcome, Policies, Restart, Start, Straggler
 from ray_jobs.recipe import ExtractionConfig
+from ray_jobs.scheduling import Scheduler
 from storage.errors import ReplicaFailed, StatehouseError
 
-# A replica prefills one unit while it encodes and stores the one before.
-IN_FLIGHT = 2
 # Engines take minutes to start; say so now and then.
 _PATIENCE_S = 15.0
-
-
-@dataclass
-class _Task:
-    unit: Any
-    attempts: int = 0
+_TICK_S = 1.0
+_HEALTH_EVERY_S = 10.0
 
 
 def require_resources(config: ExtractionConfig) -> None:
@@ -39,17 +36,47 @@ def require_resources(config: ExtractionConfig) -> None:
         )
 
 
+@dataclass
+class _Live:
+    """A replica that was started. asked: when the open health check was sent."""
+
+    generation: int
+    actor: Any
+    group: Any
+    ready: bool = False
+    asked: float | None = None
+    answered: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """What a Ray reference stands for."""
+
+    slot: int
+    generation: int
+    kind: str
+    task: int = 0
+    value: Any = None
+
+
 class Supervisor:
     """Runs a method of replica actors over units. Actors start when they are first needed, and stay until `stop`.
 
-    make_actor: starts one actor (its constructor may take minutes). Errors in a unit that are a StatehouseError of the
-    store or the data end the job with that very error; a ReplicaFailed or a dead actor costs the unit an attempt.
+    make_actor(options): starts one actor with Ray's options for its placement (its constructor may take minutes). Errors in
+    a unit that are a StatehouseError of the store or the data end the job with that very error; a ReplicaFailed, a dead
+    actor or a lost node is the scheduler's to handle. bundle: what one replica needs.
     """
 
-    def __init__(self, make_actor: Callable[[], Any], config: ExtractionConfig) -> None:
-        self.make_actor, self.config = make_actor, config
-        self.actors: list[Any] = []
-        self.restarts = 0
+    def __init__(
+        self,
+        make_actor: Callable[[dict[str, Any]], Any],
+        config: ExtractionConfig,
+        bundle: dict[str, float] | None = None,
+    ) -> None:
+        self.make_actor, self.config, self.bundle = make_actor, config, bundle
+        self.scheduler: Scheduler | None = None
+        self._live: dict[int, _Live] = {}
+        self._waiting: dict[Any, _Waiting] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -57,101 +84,215 @@ class Supervisor:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
+    # ---- what it says of itself ----
+
+    @property
+    def actors(self) -> list[Any]:
+        return [live.actor for live in self._live.values() if live.ready]
+
+    def counts(self) -> dict[str, int]:
+        """Of the run that is going on, or was last."""
+        one = self.scheduler
+        return {
+            "replicas": len(self.actors),
+            "restarts": one.restarts if one else 0,
+            "retries": one.retries if one else 0,
+            "reissued": one.reissued if one else 0,
+            "quarantined": len(one.quarantined) if one else 0,
+        }
+
+    # ---- a run ----
+
     def run(
-        self, method: str, units: Iterable[Any], done: Callable[[Any, Any], None], waiting_on: Callable[[int], None]
+        self,
+        method: str,
+        units: Iterable[Any],
+        done: Callable[[Any, Any], None],
+        waiting_on: Callable[[int], None],
+        quarantine_limit: int | None = None,
     ) -> None:
-        """Calls done(unit, result) for each unit, in the order in which they finish. Raises StatehouseError.
+        """Calls done(unit, result) once for each unit, in the order in which they finish. Raises StatehouseError.
 
-        waiting_on(units in flight) is called every few seconds in which none finishes.
+        waiting_on(units in flight) is called every few seconds in which none finishes. quarantine_limit: sequences of
+        divisible units that may be given up; None for units that cannot be divided. SIGTERM lets units in flight end
+        within extraction.drain_s, then raises SystemExit.
         """
-        import ray
-
-        waiting = deque(_Task(unit) for unit in units)
-        if not waiting:
+        units = list(units)
+        if not units:
             return
-        while len(self.actors) < min(self.config.replicas, len(waiting)):
-            self.actors.append(self.make_actor())
-        running: dict[Any, tuple[_Task, Any]] = {}
-        load = dict.fromkeys(self.actors, 0)
-        while waiting or running:
-            while waiting and (actor := min(load, key=lambda one: load[one])) and load[actor] < IN_FLIGHT:
-                task = waiting.popleft()
-                running[getattr(actor, method).remote(task.unit)] = (task, actor)
-                load[actor] += 1
-            ready, _ = ray.wait(list(running), num_returns=1, timeout=_PATIENCE_S)
-            if not ready:
-                waiting_on(len(running))
-            for reference in ready:
-                task, actor = running.pop(reference)
-                if actor in load:  # not replaced already
-                    load[actor] -= 1
-                try:
-                    result = ray.get(reference)
-                except ray.exceptions.RayTaskError as error:
-                    if isinstance(error.cause, StatehouseError) and not isinstance(error.cause, ReplicaFailed):
-                        raise error.cause from None
-                    failure = str(error.cause or error)
-                except ray.exceptions.RayActorError as error:
-                    failure = f"the replica died: {reason_of(error)}"
-                else:
-                    done(task.unit, result)
-                    continue
-                self._failed(task, failure)
-                waiting.append(task)
-                if actor in self.actors:  # the first of its units to come back
-                    self._replace(actor, load)
+        scheduler = self.scheduler = Scheduler(units, self.config.replicas, self._policies(quarantine_limit))
+        for slot, live in self._live.items():
+            if live.ready:
+                scheduler.adopt(slot, live.generation)
+        heard = time.monotonic()
+        with job.drain_on_sigterm() as stopped:
+            stop_at: float | None = None
+            while True:
+                step = scheduler.step(time.monotonic())
+                for action in step.actions:
+                    if isinstance(action, Done):
+                        done(action.unit, action.value)
+                        heard = time.monotonic()
+                    else:
+                        self._act(action, method)
+                if step.failed:
+                    raise ReplicaFailed(step.failed)
+                if step.over or (stop_at is not None and time.monotonic() > stop_at):
+                    break
+                if stopped() and stop_at is None:
+                    stop_at = time.monotonic() + self.config.drain_s
+                    scheduler.drain()
+                    job.log.warning("draining in_flight=%d grace_s=%g", scheduler.in_flight, self.config.drain_s)
+                self._hear(scheduler, 0.0 if step.actions else _TICK_S)
+                self._ask_health(scheduler)
+                if time.monotonic() - heard > _PATIENCE_S:
+                    heard = time.monotonic()
+                    waiting_on(scheduler.in_flight)
+            if stopped():
+                raise SystemExit(143)
 
-    def _failed(self, task: _Task, failure: str) -> None:
-        task.attempts += 1
-        job.log.warning("unit failed attempt=%d/%d reason=%s", task.attempts, self.config.max_attempts, _first(failure))
-        if task.attempts >= self.config.max_attempts:
-            raise ReplicaFailed(
-                f"a work unit failed {task.attempts} times; what is stored stays, run the same command again once the "
-                f"cause is gone: {failure}"
-            )
+    def _policies(self, quarantine_limit: int | None) -> Policies:
+        config = self.config
+        return Policies(
+            max_attempts=config.max_attempts,
+            unit_timeout_s=config.unit_timeout_s,
+            quarantine_limit=quarantine_limit,
+            restart=Restart(attempts=config.max_attempts),
+            straggler=Straggler(config.straggler_factor),
+        )
 
-    def _replace(self, actor: Any, load: dict[Any, int]) -> None:
+    def _act(self, action: Start | Kill | Call, method: str) -> None:
+        if isinstance(action, Start):
+            live = self._live[action.slot] = self._start(action.generation)
+            self._waiting[live.actor.describe.remote()] = _Waiting(action.slot, action.generation, "start")
+        elif isinstance(action, Kill):
+            job.log.warning("replica replaced slot=%d reason=%s", action.slot, _first(action.reason))
+            self._kill(action.slot)
+        else:
+            self._call(action, method)
+
+    def _start(self, generation: int) -> _Live:
+        if self.bundle is None:
+            return _Live(generation, self.make_actor({}), None)
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = placement_group([self.bundle], strategy="STRICT_PACK")
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return _Live(generation, self.make_actor({"scheduling_strategy": strategy}), group)
+
+    def _call(self, call: Call, method: str) -> None:
+        actor = self._live[call.slot].actor
+        waiting = _Waiting(call.slot, call.generation, call.kind, call.task)
+        if call.kind == "probe":
+            reference = actor.probe.remote(call.argument)
+        elif call.kind == "reference":
+            # The states stay where they are until the worker that needs them fetches them: only the first is read here.
+            reference, value = actor.reference.options(num_returns=2).remote(call.argument)
+            waiting = _Waiting(call.slot, call.generation, call.kind, call.task, value)
+        elif call.reference is not None:
+            reference = getattr(actor, method).remote(call.argument, call.reference)
+        else:
+            reference = getattr(actor, method).remote(call.argument)
+        self._waiting[reference] = waiting
+
+    def _hear(self, scheduler: Scheduler, timeout: float) -> None:
         import ray
 
-        self.actors.remove(actor)
-        load.pop(actor, None)
-        ray.kill(actor, no_restart=True)
-        self.restarts += 1
-        fresh = self.make_actor()
-        self.actors.append(fresh)
-        load[fresh] = 0
-        job.log.warning("replica replaced restarts=%d", self.restarts)
+        if not self._waiting:
+            time.sleep(timeout)
+            return
+        ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=timeout)
+        if ready:  # and whatever else is there by now
+            ready, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
+        for reference in ready:
+            self._answer(scheduler, reference, self._waiting.pop(reference))
 
-    def call(self, method: str, *args: Any) -> Any:
-        """One call on one replica, started if need be, with the same errors as `run`."""
+    def _answer(self, scheduler: Scheduler, reference: Any, about: _Waiting) -> None:
         import ray
 
-        for attempt in range(1, self.config.max_attempts + 1):
-            if not self.actors:
-                self.actors.append(self.make_actor())
-            actor = self.actors[0]
-            try:
-                return ray.get(getattr(actor, method).remote(*args))
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, StatehouseError) and not isinstance(error.cause, ReplicaFailed):
-                    raise error.cause from None
-                failure = str(error.cause or error)
-            except ray.exceptions.RayActorError as error:
-                failure = reason_of(error)
-            ray.kill(actor, no_restart=True)
-            self.actors.remove(actor)
-            job.log.warning("call failed method=%s attempt=%d reason=%s", method, attempt, _first(failure))
-        raise ReplicaFailed(f"the replica failed {self.config.max_attempts} times, the last time with: {failure}")
+        live = self._live.get(about.slot)
+        current = live is not None and live.generation == about.generation
+        try:
+            value = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, StatehouseError) and not isinstance(error.cause, ReplicaFailed):
+                raise error.cause from None
+            reason = str(error.cause or error)
+            if current and about.kind not in ("start", "health"):
+                scheduler.failure(about.slot, about.generation, about.task, reason)
+            elif current:
+                scheduler.death(about.slot, about.generation, reason)
+            return
+        except (ray.exceptions.RayError, TimeoutError) as error:  # the actor or its node is gone
+            if current:
+                reason = reason_of(error)
+                scheduler.death(about.slot, about.generation, reason if about.kind == "start" else f"it died: {reason}")
+            return
+        if live is None or not current:
+            return
+        live.answered = time.monotonic()
+        if about.kind == "start":
+            live.ready = True
+            scheduler.ready(about.slot, about.generation)
+            told = " ".join(f"{name}={item}" for name, item in value.items())
+            job.log.info("replica ready slot=%d %s", about.slot, told)
+        elif about.kind == "health":
+            live.asked = None
+        elif about.kind == "reference":
+            if value is not None:
+                job.log.warning("self-check left out reason=%s", value)
+            outcome = Outcome(about.value if value is None else None)
+            scheduler.result(about.slot, about.generation, about.task, outcome)
+        else:
+            outcome = value if isinstance(value, Outcome) else Outcome(value)
+            if outcome.bad:
+                row, why = next(iter(outcome.bad.items()))
+                job.log.warning(
+                    "unit lacks sequences=%d slot=%d first=%d reason=%s", len(outcome.bad), about.slot, row, why
+                )
+            scheduler.result(about.slot, about.generation, about.task, outcome)
+
+    def _ask_health(self, scheduler: Scheduler) -> None:
+        """A process that is there and does nothing (stopped, swapped out) is no engine that computes for long."""
+        now = time.monotonic()
+        for slot, live in list(self._live.items()):
+            if not live.ready:
+                continue
+            if live.asked is None and now - live.answered > _HEALTH_EVERY_S:
+                live.asked = now
+                reference = live.actor.alive.options(concurrency_group="health").remote()
+                self._waiting[reference] = _Waiting(slot, live.generation, "health")
+            elif live.asked is not None and now - live.asked > self.config.health_timeout_s:
+                scheduler.death(slot, live.generation, f"no answer to a health check for {now - live.asked:.0f} s")
+
+    # ---- ends ----
+
+    def _kill(self, slot: int) -> None:
+        import ray
+
+        live = self._live.pop(slot, None)
+        if live is None:
+            return
+        self._waiting = {k: v for k, v in self._waiting.items() if (v.slot, v.generation) != (slot, live.generation)}
+        ray.kill(live.actor, no_restart=True)
+        _remove_group(live.group)
 
     def stop(self) -> None:
         """Ends the engines in order; actors that do not answer are killed."""
         import ray
 
-        if self.actors:
-            ray.wait([actor.stop.remote() for actor in self.actors], num_returns=len(self.actors), timeout=20)
-        for actor in self.actors:
-            ray.kill(actor, no_restart=True)
-        self.actors.clear()
+        if ready := self.actors:
+            ray.wait([actor.stop.remote() for actor in ready], num_returns=len(ready), timeout=20)
+        for slot in list(self._live):
+            self._kill(slot)
+
+
+def _remove_group(group: Any) -> None:
+    if group is not None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(group)
 
 
 def _first(text: str) -> str:

@@ -1,11 +1,11 @@
-"""The Ray actor that owns one replica. Hidden states never leave it but for the store."""
+"""The Ray actor that owns one replica. Hidden states leave it for the store only (and, of a self-check, for one other)."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from time import perf_counter
 from typing import Any
@@ -13,38 +13,26 @@ from typing import Any
 import numpy as np
 
 from ray_jobs.inputs import Verifier
+from ray_jobs.policies import Outcome
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas import open_replica
-from ray_jobs.replicas.replica import Sampling
+from ray_jobs.replicas.replica import Forwarded, Replica, validate_ids
+from ray_jobs.self_check import Reference, compare, fits_beside, require_small
+from ray_jobs.stages import StageClock
 from ray_jobs.supervisor import Supervisor, require_resources
+from ray_jobs.units import CalibrationUnit, ExtractUnit, GenerateUnit, ProbeUnit
 from ray_jobs.verifier import resolve_verifier
-from storage.errors import ReplicaFailed
-from storage.reuse import Place, Sources, origins
+from storage.errors import ReplicaFailed, StatehouseError
+from storage.kernels import kernels
+from storage.receipt import SelfCheck
+from storage.reuse import Sources, origins
 from storage.shard import to_bits
+from storage.teacher import NONE, TeacherSummary, blank, join
 from storage.writer import ShardWriter
 
+__all__ = ["ExtractUnit", "GenerateUnit", "ReplicaActor", "replicas_of"]
 
-@dataclass(frozen=True)
-class ExtractUnit:
-    """One shard: the token ids of its sequences, in the order in which they lie in it.
-
-    known: {index into token_ids: where its states lie already}; the others are prefilled.
-    """
-
-    shard: int
-    token_ids: list[np.ndarray]
-    known: dict[int, Place] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.token_ids))
-
-
-@dataclass(frozen=True)
-class GenerateUnit:
-    prompt_ids: list[str]
-    token_ids: list[np.ndarray]
-    samplings: list[Sampling]
+BF16_NAN = np.uint16(0x7FC0)
 
 
 class ReplicaActor:
@@ -52,14 +40,20 @@ class ReplicaActor:
 
     def __init__(self, recipe: Recipe, capture_layers: tuple[int, ...]) -> None:
         self._engine = Lock()
+        self._stages = StageClock()
         self._writers: dict[str, ShardWriter] = {}
         self._sources = Sources()
+        self._recipe, self._layers = recipe, capture_layers
         began = perf_counter()
-        folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
+        self._folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
         config = recipe.extraction.replica
         if recipe.verifier.trust_remote_code:
             config = config.model_copy(update={"args": {**config.args, "trust_remote_code": True}})
-        self._replica = open_replica(config, folder, capture_layers)
+        self._config = config
+        self._teacher = recipe.extraction.teacher
+        self._final = recipe.extraction.layers == "all"
+        self._second: Replica | None = None
+        self._replica = open_replica(config, self._folder, capture_layers, self._teacher)
         self._replica.start()
         self._about = {
             **self._replica.describe(),
@@ -71,47 +65,155 @@ class ReplicaActor:
     def describe(self) -> dict[str, Any]:
         return self._about
 
+    def alive(self) -> bool:
+        """Answered beside the work, in a thread of its own: whether this process lives."""
+        return True
+
     def _writer(self, uri: str) -> ShardWriter:
         if uri not in self._writers:
             self._writers[uri] = ShardWriter.from_uri(uri)
         return self._writers[uri]
 
-    def _prefill(self, batch: Sequence[np.ndarray]) -> np.ndarray:
-        """bf16 bit patterns uint16 [sum of lengths, L, H]. Raises ReplicaFailed when a length is wrong."""
-        states = self._replica.prefill(batch)
-        for index, (token_ids, one) in enumerate(zip(batch, states, strict=True)):
-            if len(one) != len(token_ids):
-                raise ReplicaFailed(f"sequence {index}: {len(one)} rows of states for {len(token_ids)} tokens")
-        return np.concatenate([to_bits(one) for one in states])
+    # ---- the engine ----
 
-    def calibrate(self, uri: str, batch: list[np.ndarray]) -> None:
-        with self._engine:
-            bits = self._prefill(batch)
-        self._writer(uri).calibrate(bits)
+    def _refused(self, token_ids: Sequence[np.ndarray], rows: Sequence[int]) -> dict[int, str]:
+        """{row: why} of sequences that no engine may be given; they would take others with them."""
+        bad = {}
+        for row in rows:
+            try:
+                validate_ids([token_ids[row]], self._replica.shape.vocab_size, self._replica.longest)
+            except StatehouseError as error:
+                bad[row] = str(error)
+        return bad
 
-    def extract(self, work: tuple[str, ExtractUnit]) -> dict[str, Any]:
-        """Prefills, encodes and stores one shard, or adopts the one that another driver stored meanwhile."""
-        uri, unit = work
-        writer = self._writer(uri)
-        with self._engine:
-            if (found := writer.find(unit.shard, unit.tokens)) is not None:
-                return {"shard": unit.shard, "created": False, "data_bytes": found.data_bytes, "seconds": {}}
-            began = perf_counter()
-            bits = self._sources.complete(
-                [len(ids) for ids in unit.token_ids],
-                unit.known,
-                lambda wanted: self._prefill([unit.token_ids[at] for at in wanted]),
+    def _prefill(self, batch: Sequence[np.ndarray]) -> list[Forwarded]:
+        """Raises ReplicaFailed when a length is wrong."""
+        with self._engine, self._stages.at("prefill"):
+            forwarded = self._replica.forward(batch)
+        for index, (token_ids, one) in enumerate(zip(batch, forwarded, strict=True)):
+            if len(one.states) != len(token_ids):
+                raise ReplicaFailed(f"sequence {index}: {len(one.states)} rows of states for {len(token_ids)} tokens")
+        return forwarded
+
+    def _bits(self, forwarded: Forwarded) -> np.ndarray:
+        """bf16 bits uint16 [T, L, H] of what is stored of a sequence."""
+        bits = to_bits(forwarded.states)
+        return bits if self._final else bits[:, :-1]
+
+    # ---- work ----
+
+    def calibrate(self, unit: CalibrationUnit) -> Outcome:
+        rows = unit.suspects()
+        if bad := self._refused(unit.token_ids, rows):
+            return Outcome(None, bad, certain=True)
+        bits = [self._bits(one) for one in self._prefill([unit.token_ids[row] for row in rows])]
+        if bad := _not_finite(dict(zip(rows, bits, strict=True))):
+            return Outcome(None, bad)
+        if not bits:
+            raise StatehouseError(f"{unit.uri}: none of the sequences chosen for calibration can be extracted")
+        self._writer(unit.uri).calibrate(np.concatenate(bits))
+        return Outcome()
+
+    def probe(self, unit: ProbeUnit) -> Outcome:
+        """Whether these sequences can be prefilled at all."""
+        self._prefill(unit.token_ids)
+        return Outcome()
+
+    def reference(self, unit: ProbeUnit) -> tuple[str | None, Reference | None]:
+        """(why there is none, states of these sequences), for another replica's self-check."""
+        alone = self._recipe.extraction.replicas == 1
+        if alone and self._second is None:
+            if self._config.engine != "transformers" and not fits_beside(self._folder):
+                return "one replica only, and the verifier does not fit beside it for transformers", None
+            config = self._config.model_copy(update={"engine": "transformers", "gpus": 0, "args": {}})
+            self._second = open_replica(config, Path(self._folder), self._layers)
+            self._second.start()
+        forwarded = self._second.forward(unit.token_ids) if self._second else self._prefill(unit.token_ids)
+        about = (self._second or self._replica).describe()
+        by = f"{about['engine']} {about['engine_version']} on {socket.gethostname()}, pid {os.getpid()}"
+        return None, Reference(by, {row: self._bits(one) for row, one in zip(unit.rows, forwarded, strict=True)})
+
+    def extract(self, unit: ExtractUnit, reference: Reference | None = None) -> Outcome:
+        """Prefills, encodes and stores one shard, or adopts the one that another driver stored meanwhile.
+
+        Sequences that come back without a finite number are said, and then nothing is stored.
+        """
+        writer = self._writer(unit.uri)
+        if (found := writer.find(unit.shard, unit.tokens)) is not None:
+            value = {"shard": unit.shard, "created": False, "data_bytes": found.data_bytes}
+            return Outcome({**value, "quarantined": len(found.quarantined), "stages": self._stages.take()})
+        rows = unit.suspects()
+        if bad := self._refused(unit.token_ids, rows):
+            return Outcome(None, bad, certain=True)
+        began = perf_counter()
+        forwarded = dict(zip(rows, self._prefill([unit.token_ids[row] for row in rows]) if rows else [], strict=True))
+        seconds = {"prefill": round(perf_counter() - began, 4)}
+        states = {row: self._bits(one) for row, one in forwarded.items()}
+        if bad := _not_finite(states):
+            return Outcome(None, bad)
+        check = self._check(unit, states, reference)
+        with self._stages.at("encode"):
+            bits, teacher = self._joined(unit, states), self._summary(unit, forwarded)
+        del states, forwarded
+        quarantined = {unit.ids[row]: reason.splitlines()[0][:300] for row, reason in unit.quarantined.items()}
+        written = writer.write(
+            unit.shard,
+            bits,
+            len(unit.token_ids),
+            teacher=teacher,
+            self_check=check,
+            stage=self._stages.at,
+            written_by={**self._about, **origins(unit.known)},
+            seconds=seconds,
+            quarantined=quarantined,
+        )
+        return Outcome(
+            {
+                "shard": unit.shard,
+                "created": written.created,
+                "data_bytes": written.receipt.data_bytes,
+                "quarantined": len(written.receipt.quarantined),
+                "checked": check.sequences if check else 0,
+                "drift": max(check.relative_l2) if check else 0.0,
+                "stages": self._stages.take(),
+            }
+        )
+
+    def _check(self, unit: ExtractUnit, states: dict[int, np.ndarray], reference: Reference | None) -> SelfCheck | None:
+        pairs = {} if reference is None else {k: (states[k], v) for k, v in reference.states.items() if k in states}
+        if reference is None or not pairs:
+            return None
+        check = compare(pairs, reference.by)
+        require_small(check, self._recipe.extraction.self_check_limit, f"shard {unit.shard}")
+        return check
+
+    def _joined(self, unit: ExtractUnit, states: dict[int, np.ndarray]) -> np.ndarray:
+        """States of the whole unit: extracted, copied from other datasets, or NaN."""
+        shape = (len(self._layers) + self._final, self._replica.shape.hidden_size)
+
+        def extracted(wanted: list[int]) -> np.ndarray:
+            return np.concatenate(
+                [
+                    states[at] if at in states else np.full((len(unit.token_ids[at]), *shape), BF16_NAN, np.uint16)
+                    for at in wanted
+                ]
             )
-            seconds = {"prefill": round(perf_counter() - began, 4)}
-        about = {**self._about, **origins(unit.known)}
-        written = writer.write(unit.shard, bits, len(unit.token_ids), written_by=about, seconds=seconds)
-        return {
-            "shard": unit.shard,
-            "created": written.created,
-            "data_bytes": written.receipt.data_bytes,
-            "non_finite": written.receipt.non_finite,
-            "seconds": written.receipt.seconds,
-        }
+
+        return self._sources.complete([len(ids) for ids in unit.token_ids], unit.known, extracted)
+
+    def _summary(self, unit: ExtractUnit, forwarded: dict[int, Forwarded]) -> TeacherSummary | None:
+        if self._teacher == NONE:
+            return None
+        parts = []
+        for at, ids in enumerate(unit.token_ids):
+            if at in unit.known:
+                place = unit.known[at]
+                part = self._sources.dataset(place.uri).teacher(place.row)
+            else:
+                part = forwarded[at].teacher if at in forwarded else blank(self._teacher, len(ids))
+            assert part is not None
+            parts.append(part)
+        return join(parts)
 
     def generate(self, unit: GenerateUnit) -> list[tuple[np.ndarray, str]]:
         """(token ids, finish reason) of each prompt's response."""
@@ -121,6 +223,18 @@ class ReplicaActor:
 
     def stop(self) -> None:
         self._replica.stop()
+        if self._second is not None:
+            self._second.stop()
+
+
+def _not_finite(states: dict[int, np.ndarray]) -> dict[int, str]:
+    """{row: what is wrong} of sequences that hold NaN or infinity. states: bf16 bits uint16 [T, L, H]."""
+    bad = {}
+    for row, bits in states.items():
+        _, finite = kernels().statistics(np.ascontiguousarray(bits))
+        if missing := bits.size - int(np.sum(finite)):
+            bad[row] = f"{missing:,} of {bits.size:,} values are NaN or infinite"
+    return bad
 
 
 def replicas_of(recipe: Recipe, verifier: Verifier) -> Supervisor:
@@ -132,5 +246,14 @@ def replicas_of(recipe: Recipe, verifier: Verifier) -> Supervisor:
 
     require_resources(recipe.extraction)
     config = recipe.extraction.replica
-    actor = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_concurrency=2, max_restarts=0)(ReplicaActor)
-    return Supervisor(lambda: actor.remote(recipe, verifier.capture_layers), recipe.extraction)
+    actor = ray.remote(
+        num_cpus=config.cpus,
+        num_gpus=config.gpus,
+        max_concurrency=2,
+        concurrency_groups={"health": 1},
+        max_restarts=0,
+    )(ReplicaActor)
+    bundle = {"CPU": float(config.cpus), **({"GPU": float(config.gpus)} if config.gpus else {})}
+    return Supervisor(
+        lambda options: actor.options(**options).remote(recipe, verifier.capture_layers), recipe.extraction, bundle
+    )

@@ -19,7 +19,7 @@ from storage.codecs import codec_by_name
 from storage.codecs.codec import Codec
 from storage.commit import offset_hash
 from storage.kernels import kernels
-from storage.receipt import LossyError, Receipt
+from storage.receipt import LossyError, Receipt, SelfCheck
 from storage.shard import ABSENT, RECEIPT_TRAILER, ShardIdentity, pack_trailer
 from storage.teacher import TeacherObject
 from storage.zarr_array import add_crc32c, crc32c
@@ -38,6 +38,7 @@ def encode_shard_view(
     offset_LH: np.ndarray | None,
     *,
     teacher: Mapping[str, TeacherObject] | None = None,
+    self_check: SelfCheck | None = None,
     written_by: Mapping[str, str | int | float] | None = None,
     seconds: Mapping[str, float] | None = None,
     quarantined: Mapping[str, str] | None = None,
@@ -95,6 +96,7 @@ def encode_shard_view(
             lossy_error=loss.result() if loss else None,
             quarantined=dict(quarantined or {}),
             teacher=dict(teacher or {}),
+            self_check=self_check,
             written_by=dict(written_by or {}),
             seconds={**(seconds or {}), "encode": round(perf_counter() - began, 4)},
         )

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from storage.teacher import TeacherObject, objects_digest
 
-_LATER_KEYS = frozenset({"teacher"})
+_LATER_KEYS = frozenset({"teacher", "self_check"})
 
 
 class LossyError(BaseModel):
@@ -20,6 +20,21 @@ class LossyError(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     relative_l2: list[float]
+    cosine: list[float]
+
+
+class SelfCheck(BaseModel):
+    """Sequences of this shard that were forwarded a second time, elsewhere, before it was written; per layer: [L] each.
+
+    relative_l2: as in LossyError, over all their tokens. max_error: largest absolute difference. cosine: the smallest of
+    any token. by: what forwarded them again.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    sequences: int = Field(gt=0)
+    by: str
+    relative_l2: list[float]
+    max_error: list[float]
     cosine: list[float]
 
 
@@ -48,6 +63,7 @@ class Receipt(BaseModel):
     seconds: dict[str, float] = Field(default_factory=dict)
     # Since format 1.1, left out where empty: {key: size and sha256} of the shard's teacher objects.
     teacher: dict[str, TeacherObject] = Field(default_factory=dict)
+    self_check: SelfCheck | None = None
 
     @model_serializer(mode="wrap")
     def _without_empty_later_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

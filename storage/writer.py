@@ -6,7 +6,8 @@ is ever changed, so a writer may be killed at any instruction and the next one j
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +20,7 @@ from storage.encode import encode_shard_view
 from storage.errors import StatehouseError
 from storage.objects import ObjectMissing, ObjectStore, open_store
 from storage.plan import Plan
-from storage.receipt import Receipt
+from storage.receipt import Receipt, SelfCheck
 from storage.shard import Footer, ShardIdentity, read_footer
 from storage.teacher import TeacherSummary, check_summary, write_teacher
 
@@ -32,6 +33,10 @@ def document_identity(document: PlanDocument) -> ShardIdentity:
     return ShardIdentity(
         document.plan_hash, document.contract.hash, document.codec, document.geometry, document.teacher
     )
+
+
+def _unwatched(_stage: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class ShardWriter:
         sequences: int,
         *,
         teacher: TeacherSummary | None = None,
+        self_check: SelfCheck | None = None,
+        stage: Callable[[str], AbstractContextManager[None]] = _unwatched,
         written_by: Mapping[str, str | int | float] | None = None,
         seconds: Mapping[str, float] | None = None,
         quarantined: Mapping[str, str] | None = None,
@@ -113,6 +120,7 @@ class ShardWriter:
         Above S rows they are those of a run of shards that starts at `shard` (a `WorkUnit` of several): its first shard is
         PUT last, so that where that is, the others are; the receipt returned is the last shard's.
         teacher: its rows, of the kind that is planned; PUT before the states and adopted the same way.
+        stage(name): entered around each "encode" and "upload", by whoever wants to know how long they take.
         quarantined: {sequence id: why} of sequences that could not be extracted; their states must be NaN.
         Raises ShardCorrupt when a key holds something else, StoreError when the store refuses.
         """
@@ -128,19 +136,23 @@ class ShardWriter:
             if teacher is not None:
                 there = partial(self.store.exists, layout.shard_key(one))
                 size = self.identity.geometry.shard_tokens
-                objects = write_teacher(self.store, self.identity.teacher, one, teacher[low:high], size, there)
-            data, receipt = encode_shard_view(
-                bits_TLH[low:high],
-                self.identity,
-                one,
-                sequences if last else 1,
-                offset,
-                teacher=objects,
-                written_by=written_by,
-                seconds=seconds,
-                quarantined=quarantined if last else None,
-            )
-            written.append(self._put(one, data, receipt))
+                with stage("upload"):
+                    objects = write_teacher(self.store, self.identity.teacher, one, teacher[low:high], size, there)
+            with stage("encode"):
+                data, receipt = encode_shard_view(
+                    bits_TLH[low:high],
+                    self.identity,
+                    one,
+                    sequences if last else 1,
+                    offset,
+                    teacher=objects,
+                    self_check=self_check if last else None,
+                    written_by=written_by,
+                    seconds=seconds,
+                    quarantined=quarantined if last else None,
+                )
+            with stage("upload"):
+                written.append(self._put(one, data, receipt))
         return Written(written[0].receipt, all(one.created for one in written))
 
     def _put(self, shard: int, data: memoryview, receipt: Receipt) -> Written:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ray_jobs.verifier import VerifierShape
 from storage.errors import RecipeError, StatehouseError
 from storage.teacher import TeacherSummary, topk_of
 
@@ -129,6 +130,13 @@ class Forwarded:
 
 class Replica(ABC):
     """One verifier engine. `prefill` and `generate` may run at the same time, in two threads."""
+
+    shape: VerifierShape
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest sequence that `forward` takes, once started."""
 
     @abstractmethod
     def start(self) -> None:

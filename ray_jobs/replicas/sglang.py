@@ -187,9 +187,13 @@ class SGLangReplica(Replica):
 
     # ---- work ----
 
+    @property
+    def longest(self) -> int:
+        return self._running().max_length - 1  # one token is sampled behind each
+
     def forward(self, batch: Sequence[np.ndarray]) -> list[Forwarded]:
         engine = self._running()
-        validate_ids(batch, self.shape.vocab_size, engine.max_length - 1)  # one token is sampled behind each
+        validate_ids(batch, self.shape.vocab_size, self.longest)
         return [forwarded for forwarded, _ in self._capture(engine, batch, "prefill-")]
 
     def _capture(

@@ -64,6 +64,10 @@ class TransformersReplica(Replica):
         )
         self._model = model.eval().to("cuda" if self.config.gpus else "cpu")
 
+    @property
+    def longest(self) -> int:
+        return self.max_length
+
     def forward(self, batch: Sequence[np.ndarray]) -> list[Forwarded]:
         validate_ids(batch, self.shape.vocab_size, self.max_length)
         return [self._forward(np.asarray(ids)) for ids in batch]

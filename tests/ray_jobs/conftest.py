@@ -70,7 +70,7 @@ def recipe(tiny_verifier: Path, tmp_path: Path) -> Callable[..., Path]:
             "prompts": [{"path": str(prompts), "source": "numbers"}],
             "generation": {"max_new_tokens": 8, "batch_size": 8},
             "dataset": {"uri": str(tmp_path / "dataset"), "max_length": MAX_LENGTH, "shard_tokens": 512},
-            "extraction": {"replica": {"engine": "transformers", "dtype": "float32"}},
+            "extraction": {"replica": {"engine": "transformers", "dtype": "float32"}, "self_check": 0},
             "vocab": {"size": 512},
             "evaluation": {"held_out": 0.25},
         }

@@ -46,7 +46,7 @@ def test_only_sequences_that_no_earlier_dataset_holds_are_extracted(
     prefilled: list[bytes] = []
     real = ReplicaActor._prefill
 
-    def counted(self: ReplicaActor, batch: Any) -> np.ndarray:
+    def counted(self: ReplicaActor, batch: Any) -> Any:
         prefilled.extend(ids.tobytes() for ids in batch)
         return real(self, batch)
 
@@ -55,9 +55,7 @@ def test_only_sequences_that_no_earlier_dataset_holds_are_extracted(
     recipe = load_recipe(path)
     replicas: Any = tiny_run.InProcess(recipe)
     generate.run(recipe, tiny_run.ARGUMENTS, replicas)
-    monkeypatch.setattr(
-        replicas.actor, "calibrate", lambda uri, batch: real_calibrate(replicas.actor, uri, batch, prefilled)
-    )
+    monkeypatch.setattr(replicas.actor, "calibrate", lambda unit: real_calibrate(replicas.actor, unit, prefilled))
     extract.run(recipe, tiny_run.ARGUMENTS, replicas)
     after = open_dataset(recipe.dataset.uri)
     assert len(before) == 12
@@ -74,8 +72,8 @@ def test_only_sequences_that_no_earlier_dataset_holds_are_extracted(
     assert any(one.get("reused_sequences", 0) > 0 for one in told if "engine" in one or "host" in one)
 
 
-def real_calibrate(actor: ReplicaActor, uri: str, batch: Any, prefilled: list[bytes]) -> None:
-    ReplicaActor.calibrate(actor, uri, batch)
+def real_calibrate(actor: ReplicaActor, unit: Any, prefilled: list[bytes]) -> None:
+    ReplicaActor.calibrate(actor, unit)
     prefilled.clear()  # a sample for the offsets is no extraction
 
 

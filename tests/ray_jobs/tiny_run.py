@@ -24,6 +24,7 @@ from drafter.verifier_head import VerifierHead
 from drafter.verifier_weights import read_verifier_weights
 from ray_jobs import extract, generate, job
 from ray_jobs.inputs import Inputs, inputs_hash, open_verifier
+from ray_jobs.policies import Outcome
 from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, fingerprints, input_files, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe, load_recipe
 from ray_jobs.worker import ReplicaActor
@@ -58,7 +59,7 @@ def write_recipe(folder: Path, verifier: Path, rows: dict[str, list[dict[str, An
         "prompts": [{"path": str(folder / f"{source}.jsonl")} for source in rows],
         "generation": {"temperature": 0, "max_new_tokens": 24, "batch_size": 40},
         "dataset": {"uri": str(folder / "dataset"), "max_length": 160, "shard_tokens": 2048},
-        "extraction": {"replica": {"engine": "transformers", "dtype": "float32"}},
+        "extraction": {"replica": {"engine": "transformers", "dtype": "float32"}, "self_check": 0},
         "evaluation": {"held_out": 0.4, "draft_lengths": [1, 3]},
         **sections,
     }
@@ -73,14 +74,14 @@ class InProcess:
 
     def __init__(self, recipe: Recipe) -> None:
         self.actor = ReplicaActor(recipe, open_verifier(recipe).capture_layers)
-        self.actors, self.restarts = [self.actor], 0
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.actor, method)(*arguments)
+    def counts(self) -> dict[str, int]:
+        return {}
 
-    def run(self, method: str, units: Any, done: Callable[[Any, Any], None], _waiting: Any) -> None:
+    def run(self, method: str, units: Any, done: Callable[[Any, Any], None], _waiting: Any, _limit: int = 0) -> None:
         for unit in units:
-            done(unit, getattr(self.actor, method)(unit))
+            result = getattr(self.actor, method)(unit)
+            done(unit, result.value if isinstance(result, Outcome) else result)
 
 
 @dataclass

@@ -1,0 +1,332 @@
+"""The supervisor's state machine under a simulated clock, with replicas that die, hang, lie and choke on single prompts."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_jobs.policies import Call, Done, Kill, Outcome, Policies, Restart, Start, Straggler
+from ray_jobs.scheduling import Phase, Scheduler
+
+
+@dataclass(frozen=True)
+class Unit:
+    name: int
+    rows: tuple[int, ...]
+    quarantined: Mapping[int, str] = field(default_factory=dict)
+    check: tuple[int, ...] = ()
+    tokens: int = 10
+
+    def suspects(self) -> list[int]:
+        return [row for row in range(len(self.rows)) if row not in self.quarantined]
+
+    def part(self, rows: Sequence[int]) -> list[int]:
+        return [self.rows[row] for row in rows]
+
+    def without(self, reasons: Mapping[int, str]) -> Unit:
+        return replace(self, quarantined={**self.quarantined, **reasons})
+
+    def to_check(self) -> list[int]:
+        return list(self.check)
+
+    @property
+    def ids(self) -> list[int]:
+        return [self.rows[row] for row in self.suspects()]
+
+
+Say = Callable[[Call, float], tuple[float, object]]
+
+
+class World:
+    """Drives a scheduler. says(call, now) -> (seconds, Outcome | "crash" | "fail" | "hang")."""
+
+    def __init__(
+        self, scheduler: Scheduler, says: Say, start_s: float = 5.0, comes_up: Callable[[], bool] | None = None
+    ):
+        self.scheduler, self.says, self.start_s = scheduler, says, start_s
+        self.comes_up = comes_up or (lambda: True)
+        self.now, self.events, self.count = 0.0, [], 0  # type: ignore[var-annotated]
+        self.done: Counter[int] = Counter()
+        self.units: dict[int, Unit] = {}
+        self.kills: list[Kill] = []
+        self.calls: list[Call] = []
+        self.failed: str | None = None
+
+    def later(self, seconds: float, event: Callable[[], None]) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (self.now + seconds, self.count, event))
+
+    def run(self, most_events: int = 20_000, until: float = float("inf")) -> World:
+        for _ in range(most_events):
+            step = self.scheduler.step(self.now)
+            for action in step.actions:
+                self.act(action)
+            if step.failed:
+                self.failed = step.failed
+                return self
+            if step.over:
+                return self
+            if not step.actions and self.events and self.events[0][0] <= min(until, self.now + 4.0):
+                self.now, _, event = heapq.heappop(self.events)
+                event()
+            elif not step.actions:
+                self.now += 4.0  # time-outs and back-offs
+                if self.now > min(until, 10_000_000):
+                    return self
+        raise AssertionError("it does not end")
+
+    def act(self, action: object) -> None:
+        one = self.scheduler
+        if isinstance(action, Start):
+            up = self.comes_up()
+            event = (lambda: one.ready(action.slot, action.generation)) if up else (
+                lambda: one.death(action.slot, action.generation, "it does not start"))  # fmt: skip
+            self.later(self.start_s, event)
+        elif isinstance(action, Kill):
+            self.kills.append(action)
+        elif isinstance(action, Call):
+            self.calls.append(action)
+            seconds, what = self.says(action, self.now)
+            if what == "crash":
+                self.later(seconds, lambda: one.death(action.slot, action.generation, "crashed"))
+            elif what == "fail":
+                self.later(seconds, lambda: one.failure(action.slot, action.generation, action.task, "failed"))
+            elif what != "hang":
+                assert isinstance(what, Outcome)
+                self.later(seconds, lambda: one.result(action.slot, action.generation, action.task, what))
+        elif isinstance(action, Done):
+            self.done[action.index] += 1
+            self.units[action.index] = action.unit
+
+
+def units_of(count: int, rows: int) -> list[Unit]:
+    return [Unit(n, tuple(range(n * rows, n * rows + rows))) for n in range(count)]
+
+
+def ids_of(call: Call) -> list[int]:
+    return call.argument.ids if isinstance(call.argument, Unit) else list(call.argument)
+
+
+def good(call: Call, now: float) -> tuple[float, object]:
+    return 2.0, Outcome("stored")
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_every_unit_is_done_once_and_exactly_the_poison_is_quarantined(data: st.DataObject) -> None:
+    count, rows, slots = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
+    everything = range(count * rows)
+    poison = data.draw(st.sets(st.sampled_from(everything), max_size=3))
+    nan = data.draw(st.sets(st.sampled_from(everything), max_size=3)) - poison
+    rng = random.Random(data.draw(st.integers(0, 9999)))
+    broken = (
+        data.draw(st.sampled_from([None, 0])) if slots > 1 else None
+    )  # a replica whose numbers are all NaN, at first
+
+    def says(call: Call, now: float) -> tuple[float, object]:
+        ids, seconds = ids_of(call), rng.uniform(0.1, 9)
+        if poison & set(ids):
+            return seconds, rng.choice(["crash", "fail", "hang"])
+        names = call.argument.rows if isinstance(call.argument, Unit) else call.argument
+        lost = set(ids) if (call.slot, call.generation) == (broken, 1) else nan & set(ids)
+        bad = {at: "NaN" for at, name in enumerate(names) if name in lost}
+        return seconds, Outcome("stored", bad)
+
+    policies = Policies(unit_timeout_s=30, quarantine_limit=6)
+    world = World(Scheduler(units_of(count, rows), slots, policies), says).run()
+    assert world.failed is None
+    assert world.done == Counter(range(count))
+    found = {unit.rows[row] for unit in world.units.values() for row in unit.quarantined}
+    assert found == poison | nan
+    assert found == {count_row(world, key) for key in world.scheduler.quarantined}
+    assert all(reason for unit in world.units.values() for reason in unit.quarantined.values())
+
+
+def count_row(world: World, key: tuple[int, int]) -> int:
+    return world.units[key[0]].rows[key[1]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_deaths_at_any_moment_lose_and_double_nothing(data: st.DataObject) -> None:
+    count, slots = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 6))
+    rng = random.Random(data.draw(st.integers(0, 9999)))
+    deaths = data.draw(st.integers(0, 2))
+
+    def says(call: Call, now: float) -> tuple[float, object]:
+        nonlocal deaths
+        if deaths and rng.random() < 0.2:
+            deaths -= 1
+            return rng.uniform(0.1, 4), "crash"
+        return rng.uniform(0.1, 4), Outcome("stored")
+
+    world = World(Scheduler(units_of(count, 3), slots, Policies(quarantine_limit=0)), says).run()
+    assert world.failed is None
+    assert world.done == Counter(range(count))
+    assert not world.scheduler.quarantined
+
+
+def test_two_are_in_flight_on_each_replica_and_never_more() -> None:
+    scheduler, most = Scheduler(units_of(20, 1), 3), 0
+
+    def says(call: Call, now: float) -> tuple[float, object]:
+        nonlocal most
+        most = max(most, *(len(slot.running) for slot in scheduler.slots))
+        return 1.0, Outcome()
+
+    world = World(scheduler, says).run()
+    assert most == 2
+    assert {call.slot for call in world.calls} == {0, 1, 2}
+
+
+def test_bisection_costs_about_two_probes_a_level() -> None:
+    def says(call: Call, now: float) -> tuple[float, object]:
+        return 1.0, "crash" if 37 in ids_of(call) else Outcome()
+
+    world = World(Scheduler(units_of(1, 64), 1, Policies(quarantine_limit=1)), says).run()
+    assert world.scheduler.quarantined == {(0, 37): "crashed"}
+    probes = [call for call in world.calls if call.kind == "probe"]
+    assert len(probes) <= 2 * 6 + 1
+    assert len(world.kills) == 3 + 6 + 1  # the unit three times, once a level, the single one twice
+
+
+def test_an_innocent_unit_beside_a_poisonous_one_is_not_blamed() -> None:
+    def says(call: Call, now: float) -> tuple[float, object]:
+        return (1.0, "crash") if 0 in ids_of(call) else (30.0, Outcome())
+
+    world = World(Scheduler(units_of(2, 2), 1, Policies(quarantine_limit=1)), says).run()
+    assert world.done == Counter([0, 1])
+    assert set(world.scheduler.quarantined) == {(0, 0)}
+
+
+def test_an_engine_that_fails_everything_ends_the_job_and_quarantines_no_more_than_the_limit() -> None:
+    world = World(Scheduler(units_of(50, 8), 2, Policies(quarantine_limit=2)), lambda call, now: (1.0, "crash")).run()
+    assert world.failed is not None
+    assert "extraction.max_quarantined accepts 2" in world.failed
+    assert len(world.scheduler.quarantined) == 3
+    assert not world.done
+
+
+def test_units_that_cannot_be_divided_end_the_job_after_their_attempts() -> None:
+    world = World(Scheduler(list(range(3)), 1), lambda call, now: (1.0, "fail")).run()
+    assert world.failed is not None
+    assert "a work unit failed 3 times" in world.failed
+
+
+def test_a_replica_that_never_comes_up_ends_the_job_and_one_of_two_does_not() -> None:
+    world = World(Scheduler(units_of(3, 1), 1), good, comes_up=lambda: False).run()
+    assert world.failed == "no replica came up in 3 tries, the last time with: it does not start"
+    ups = iter([True, False, False, False, False])
+    world = World(Scheduler(units_of(60, 1), 2), good, comes_up=lambda: next(ups)).run()
+    assert world.failed is None
+    assert world.done == Counter(range(60))
+    assert [slot.phase for slot in world.scheduler.slots] == [Phase.READY, Phase.GIVEN_UP]
+
+
+def test_restarts_back_off() -> None:
+    restart = Restart(first_s=1, most_s=10, attempts=6)
+    assert [restart.delay(n) for n in range(7)] == [1, 2, 4, 8, 10, 10, None]
+
+
+def test_a_hanging_call_costs_its_replica() -> None:
+    hung = iter(["hang"])
+    world = World(
+        Scheduler(units_of(4, 1), 2, Policies(unit_timeout_s=50, straggler=Straggler(least_s=999))),
+        lambda call, now: (1.0, next(hung, Outcome())),
+    ).run()
+    assert world.done == Counter(range(4))
+    assert [kill.reason for kill in world.kills] == ["no answer for 50 s"]
+
+
+def test_a_straggler_is_given_to_an_idle_replica_and_the_first_answer_counts() -> None:
+    slow = iter([0])
+
+    def says(call: Call, now: float) -> tuple[float, object]:
+        return (5000.0 if call.argument.name == 7 and next(slow, None) == 0 else 1.0), Outcome()
+
+    policies = Policies(straggler=Straggler(factor=4, least_s=10), unit_timeout_s=9999)
+    world = World(Scheduler(units_of(8, 1), 2, policies), says).run()
+    assert world.done == Counter(range(8))
+    assert world.scheduler.reissued == 1
+    assert world.now < 100
+
+
+def test_rows_that_are_nan_on_one_replica_only_cost_that_replica() -> None:
+    def says(call: Call, now: float) -> tuple[float, object]:
+        bad = {0: "NaN"} if (call.slot, call.generation) == (0, 1) else {}
+        return 1.0, Outcome("stored", bad)
+
+    world = World(Scheduler(units_of(6, 2), 2, Policies(quarantine_limit=1)), says).run()
+    assert world.done == Counter(range(6))
+    assert not world.scheduler.quarantined
+    assert {(kill.slot, kill.generation) for kill in world.kills} == {(0, 1)}
+
+
+def test_what_is_certain_is_quarantined_at_once() -> None:
+    def says(call: Call, now: float) -> tuple[float, object]:
+        bad = {1: "too long"} if isinstance(call.argument, Unit) and 1 in call.argument.suspects() else {}
+        return 1.0, Outcome(None, bad, certain=True)
+
+    world = World(Scheduler(units_of(1, 3), 2, Policies(quarantine_limit=1)), says).run()
+    assert world.scheduler.quarantined == {(0, 1): "too long"}
+    assert len(world.calls) == 2
+    assert not world.kills
+
+
+def test_a_checked_unit_runs_on_another_replica_than_its_reference_and_gets_it() -> None:
+    units = [replace(unit, check=(1,)) for unit in units_of(6, 3)]
+    world = World(Scheduler(units, 2), lambda call, now: (1.0, Outcome(("reference", call.slot)))).run()
+    assert world.done == Counter(range(6))
+    references = [call for call in world.calls if call.kind == "reference"]
+    assert sorted(call.argument for call in references) == [[unit.rows[1]] for unit in units]
+    for call in world.calls:
+        if call.kind == "unit":
+            assert call.reference[0] == "reference"
+            assert call.reference[1] != call.slot
+    alone = World(Scheduler(units, 1), lambda call, now: (1.0, Outcome("states"))).run()
+    assert alone.done == Counter(range(6))
+
+
+def test_a_reference_that_fails_does_not_hold_up_its_unit() -> None:
+    def says(call: Call, now: float) -> tuple[float, object]:
+        return 1.0, "crash" if call.kind == "reference" else Outcome("stored")
+
+    world = World(Scheduler([replace(unit, check=(0,)) for unit in units_of(3, 2)], 2), says).run()
+    assert world.done == Counter(range(3))
+
+
+def test_draining_hands_nothing_out_and_ends_with_what_is_in_flight() -> None:
+    scheduler = Scheduler(units_of(40, 1), 2)
+    world = World(scheduler, lambda call, now: (10.0, Outcome()))
+    world.run(until=27)
+    before = len(world.calls)
+    assert 0 < len(world.done) < 40
+    scheduler.drain()
+    world.run()
+    assert len(world.calls) == before
+    assert sum(world.done.values()) == before
+
+
+def test_replicas_of_an_earlier_run_are_used_again() -> None:
+    scheduler = Scheduler(units_of(3, 1), 2)
+    scheduler.adopt(0, 5)
+    world = World(scheduler, good).run()
+    assert world.done == Counter(range(3))
+    assert {(call.slot, call.generation) for call in world.calls} >= {(0, 5)}
+
+
+@pytest.mark.parametrize("waiting", [2000])
+def test_two_thousand_units_over_64_slots_take_little_time_to_schedule(waiting: int) -> None:
+    import time
+
+    began = time.process_time()
+    world = World(Scheduler(units_of(waiting, 1), 64), lambda call, now: (random.uniform(50, 70), Outcome())).run()
+    assert sum(world.done.values()) == waiting
+    assert time.process_time() - began < 5
