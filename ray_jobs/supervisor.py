@@ -74,7 +74,7 @@ class Supervisor:
         bundle: dict[str, float] | None = None,
     ) -> None:
         self.make_actor, self.config, self.bundle = make_actor, config, bundle
-        self.scheduler: Scheduler | None = None
+        self._schedulers: list[Scheduler] = []
         self._live: dict[int, _Live] = {}
         self._waiting: dict[Any, _Waiting] = {}
 
@@ -91,15 +91,12 @@ class Supervisor:
         return [live.actor for live in self._live.values() if live.ready]
 
     def counts(self) -> dict[str, int]:
-        """Of the run that is going on, or was last."""
-        one = self.scheduler
-        return {
-            "replicas": len(self.actors),
-            "restarts": one.restarts if one else 0,
-            "retries": one.retries if one else 0,
-            "reissued": one.reissued if one else 0,
-            "quarantined": len(one.quarantined) if one else 0,
-        }
+        """Replicas that answer now, and what happened in all runs so far."""
+        counts = {"replicas": len(self.actors), **dict.fromkeys(("restarts", "retries", "reissued"), 0)}
+        for scheduler in self._schedulers:
+            for name in ("restarts", "retries", "reissued"):
+                counts[name] += getattr(scheduler, name)
+        return counts
 
     # ---- a run ----
 
@@ -120,7 +117,8 @@ class Supervisor:
         units = list(units)
         if not units:
             return
-        scheduler = self.scheduler = Scheduler(units, self.config.replicas, self._policies(quarantine_limit))
+        scheduler = Scheduler(units, self.config.replicas, self._policies(quarantine_limit))
+        self._schedulers.append(scheduler)
         for slot, live in self._live.items():
             if live.ready:
                 scheduler.adopt(slot, live.generation)

@@ -16,7 +16,7 @@ from ray_jobs.inputs import Verifier
 from ray_jobs.policies import Outcome
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas import open_replica
-from ray_jobs.replicas.replica import Forwarded, Replica, validate_ids
+from ray_jobs.replicas.replica import Forwarded, Replica, ReplicaConfig, validate_ids
 from ray_jobs.self_check import Reference, compare, fits_beside, require_small
 from ray_jobs.stages import StageClock
 from ray_jobs.supervisor import Supervisor, require_resources
@@ -45,15 +45,10 @@ class ReplicaActor:
         self._sources = Sources()
         self._recipe, self._layers = recipe, capture_layers
         began = perf_counter()
-        self._folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
-        config = recipe.extraction.replica
-        if recipe.verifier.trust_remote_code:
-            config = config.model_copy(update={"args": {**config.args, "trust_remote_code": True}})
-        self._config = config
         self._teacher = recipe.extraction.teacher
         self._final = recipe.extraction.layers == "all"
         self._second: Replica | None = None
-        self._replica = open_replica(config, self._folder, capture_layers, self._teacher)
+        self._replica = self._open()
         self._replica.start()
         self._about = {
             **self._replica.describe(),
@@ -61,6 +56,18 @@ class ReplicaActor:
             "pid": os.getpid(),
             "start_seconds": round(perf_counter() - began, 1),
         }
+
+    def _open(self) -> Replica:
+        return open_replica(self._config(), self._folder(), self._layers, self._teacher)
+
+    def _folder(self) -> Path:
+        return resolve_verifier(self._recipe.verifier.model, revision=self._recipe.verifier.revision)
+
+    def _config(self) -> ReplicaConfig:
+        config = self._recipe.extraction.replica
+        if not self._recipe.verifier.trust_remote_code:
+            return config
+        return config.model_copy(update={"args": {**config.args, "trust_remote_code": True}})
 
     def describe(self) -> dict[str, Any]:
         return self._about
@@ -123,10 +130,12 @@ class ReplicaActor:
         """(why there is none, states of these sequences), for another replica's self-check."""
         alone = self._recipe.extraction.replicas == 1
         if alone and self._second is None:
-            if self._config.engine != "transformers" and not fits_beside(self._folder):
+            folder = self._folder()
+            if self._recipe.extraction.replica.engine != "transformers" and not fits_beside(folder):
                 return "one replica only, and the verifier does not fit beside it for transformers", None
-            config = self._config.model_copy(update={"engine": "transformers", "gpus": 0, "args": {}})
-            self._second = open_replica(config, Path(self._folder), self._layers)
+            remote = {"trust_remote_code": True} if self._recipe.verifier.trust_remote_code else {}
+            config = self._config().model_copy(update={"engine": "transformers", "gpus": 0, "args": remote})
+            self._second = open_replica(config, folder, self._layers)
             self._second.start()
         forwarded = self._second.forward(unit.token_ids) if self._second else self._prefill(unit.token_ids)
         about = (self._second or self._replica).describe()
