@@ -22,11 +22,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as ProgressBar
+
 from ray_jobs.planning import print_plan
 from ray_jobs.recipe import Recipe, load_recipe
 from storage.errors import RecipeError, StatehouseError
 
 log = logging.getLogger("statehouse")
+_bars: list[ProgressBar] = []
 
 # What the workers need of the driver's environment: Ray's workers inherit the raylet's, not ours.
 _FORWARDED = ("AWS_", "GOOGLE_", "AZURE_", "HF_", "STATEHOUSE_")
@@ -80,11 +85,13 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process without tearing the interpreter down.
+    """Ends the process without tearing the interpreter down; a terminal gets its cursor back.
 
     Native threads of a dozen libraries (Arrow, gRPC, torch, tokenizers) are still there; one in some thousand exits, one
     of them aborted the process then, and a job that had said what it had to say ended with -6 instead of its exit code.
     """
+    for bar in _bars:
+        bar.stop()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed pipe
@@ -217,7 +224,7 @@ def fitting(cpus: float, gpus: float) -> int:
 
 
 class Progress:
-    """One log line every few seconds: `extract shards=3/16 tokens=9,120 tokens_per_s=812 eta=41s`."""
+    """One log line every few seconds: `extract shards=3/16 tokens=9,120 tokens_per_s=812 eta=41s`. A bar on a terminal."""
 
     def __init__(self, job: str, unit: str, total: int, done: int = 0, every_s: float = 5.0) -> None:
         self.job, self.unit, self.total, self.done, self.every_s = job, unit, total, done, every_s
@@ -225,6 +232,21 @@ class Progress:
         self.at_start = done
         self.tokens = 0
         self.extra: dict[str, object] = {}
+        self.bar: ProgressBar | None = None
+
+    def _tell(self, text: str) -> None:
+        if not sys.stderr.isatty():
+            log.info("%s", text)
+            return
+        if self.bar is None:
+            columns = (TextColumn(self.job), BarColumn(), TextColumn("{task.fields[text]}"))
+            self.bar = ProgressBar(*columns, console=Console(stderr=True), transient=True)
+            self.bar.add_task(self.job, total=self.total, text="")
+            self.bar.start()
+            _bars.append(self.bar)
+        self.bar.update(self.bar.task_ids[0], completed=self.done, text=text)
+        if self.done == self.total:
+            self.bar.stop()
 
     def step(self, tokens: int, **extra: object) -> None:
         self.done += 1
@@ -233,11 +255,11 @@ class Progress:
         now = time.monotonic()
         if now - self.last >= self.every_s or self.done == self.total:
             self.last = now
-            log.info("%s", self.line(now))
+            self._tell(self.line(now))
 
     def wait(self, in_flight: int) -> None:
         """A line for a while in which nothing finished."""
-        log.info("%s in_flight=%d seconds=%.0f", self.line(time.monotonic()), in_flight, self.seconds)
+        self._tell(f"{self.line(time.monotonic())} in_flight={in_flight} seconds={self.seconds:.0f}")
 
     def restart(self) -> None:
         """What came before was no work."""

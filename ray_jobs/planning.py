@@ -19,6 +19,7 @@ from ray_jobs.verifier import VerifierShape, default_capture_layers
 from storage.codecs import codec_by_name
 from storage.errors import RecipeError
 from storage.plan import chunk_tokens, pack, shard_capacity
+from storage.teacher import bytes_per_token as teacher_bytes
 
 
 def verifier_shape(recipe: Recipe) -> VerifierShape:
@@ -103,15 +104,18 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     shape = verifier_shape(recipe)
     layers = recipe.extraction.capture_layers or tuple(default_capture_layers(shape.num_layers))
     validate_layers(layers, shape.num_layers)
-    stored_layers = len(layers) + 1
+    stored_layers = len(layers) + (recipe.extraction.layers == "all")
     lengths, basis = sequence_lengths(recipe)
     tokens = int(lengths.sum())
     length = shard_capacity(lengths, stored_layers, shape.hidden_size, recipe.dataset.shard_tokens)
     _, _, shards = pack(lengths, length)
     per_token = 2 * stored_layers * shape.hidden_size
     raw = tokens * per_token
-    stored = raw / codec_by_name(recipe.dataset.codec).typical_ratio
+    teacher = tokens * teacher_bytes(recipe.extraction.teacher)
+    stored = raw / codec_by_name(recipe.dataset.codec).typical_ratio + teacher
     rate = recipe.extraction.tokens_per_second
+    hours = tokens / rate / recipe.extraction.replicas / 3600 if rate else None
+    price = recipe.extraction.usd_per_replica_hour
     return {
         "basis": basis,
         "capture_layers": list(layers),
@@ -120,6 +124,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "bytes_per_token": per_token,
         "raw_bytes": raw,
         "stored_bytes": int(stored),
+        "teacher_bytes": teacher,
         "shards": shards,
         "shard_tokens": length,
         "chunk_tokens": chunk_tokens(stored_layers, shape.hidden_size),
@@ -127,7 +132,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "gpus": recipe.extraction.replicas * recipe.extraction.replica.gpus,
         # Two shards in flight in each replica: states, planes and the encoded object of each.
         "memory_per_replica_bytes": 2 * 3 * length * per_token,
-        "hours": tokens / rate / recipe.extraction.replicas / 3600 if rate else None,
+        "hours": hours,
+        "usd_of_replicas": hours * recipe.extraction.replicas * price if hours and price is not None else None,
+        "usd_per_million_tokens": price / rate / 3600 * 1e6 if rate and price is not None else None,
         "usd_per_month": stored / 1e9 * recipe.dataset.usd_per_gb_month,
         "training": training_estimate(recipe, shape, layers, lengths),
     }
@@ -141,7 +148,9 @@ def print_plan(recipe: Recipe) -> None:
     rows = {
         "recipe": f"{recipe.name}: {recipe.verifier.model} -> {recipe.dataset.uri}",
         "lengths from": plan["basis"],
-        "layers": f"outputs of decoder layers {plan['capture_layers']} and the final state",
+        "layers": f"outputs of decoder layers {plan['capture_layers']}"
+        + (" and the final state" if recipe.extraction.layers == "all" else ""),
+        "teacher": f"{recipe.extraction.teacher}, {plan['teacher_bytes'] / gib:,.2f} GiB",
         "sequences": f"{plan['sequences']:,}",
         "tokens": f"{plan['tokens']:,} at {plan['bytes_per_token']:,} bytes",
         "raw": f"{plan['raw_bytes'] / gib:,.2f} GiB",
@@ -150,6 +159,14 @@ def print_plan(recipe: Recipe) -> None:
         "replicas": f"{plan['replicas']} x {recipe.extraction.replica.engine}, {plan['gpus']} GPUs",
         "host memory": f"{plan['memory_per_replica_bytes'] / gib:,.2f} GiB a replica for shards in flight",
         "hours": hours,
+        **(
+            {}
+            if plan["usd_of_replicas"] is None
+            else {
+                "replica cost": f"${plan['usd_of_replicas']:,.2f}, "
+                f"${plan['usd_per_million_tokens']:,.4f} a million tokens"
+            }
+        ),
         "storage": f"${plan['usd_per_month']:,.2f} a month",
         **training_rows(plan["training"]),
     }

@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from drafter.recipe import DrafterSection, TrainingSection
 from ray_jobs.replicas.replica import ReplicaConfig
@@ -77,7 +77,7 @@ class ExtractionConfig(Section):
     # teacher's top-k then has to stand in for it.
     layers: Literal["all", "aux"] = "all"
     # What is kept of the verifier's next-token distribution: none, argmax (with log-sum-exp, 8 bytes a token) or topk(k).
-    teacher: str = "argmax"
+    teacher: str = Field(default="argmax", validate_default=True)
     # A unit that fails this often is bisected for the sequences that make it fail.
     max_attempts: int = Field(default=3, gt=0)
     # Share of the sequences that may be quarantined; more fails the job and the seal.
@@ -102,19 +102,14 @@ class ExtractionConfig(Section):
 
     @field_validator("teacher")
     @classmethod
-    def _known_teacher(cls, teacher: str) -> str:
+    def _known_teacher(cls, teacher: str, given: ValidationInfo) -> str:
         try:
-            return parse_teacher(teacher)
+            teacher = parse_teacher(teacher)
         except StatehouseError:
             raise ValueError(f"must be none, argmax or topk(k) with k = 1 to {MOST_TOPK}") from None
-
-    @model_validator(mode="after")
-    def _something_stands_in_for_the_final_state(self) -> Self:
-        if self.layers == "aux" and not topk_of(self.teacher):
-            raise ValueError(
-                f"layers: aux leaves out the final state, so teacher must be topk(k), found {self.teacher}"
-            )
-        return self
+        if given.data.get("layers") == "aux" and not topk_of(teacher):
+            raise ValueError("extraction.layers=aux leaves out the final state, so this must be topk(k)")
+        return teacher
 
 
 class EvaluationConfig(Section):

@@ -27,7 +27,7 @@ from storage.kernels import kernels
 from storage.receipt import SelfCheck
 from storage.reuse import Sources, origins
 from storage.shard import to_bits
-from storage.teacher import NONE, TeacherSummary, blank, join
+from storage.teacher import TeacherSummary, blank, join
 from storage.writer import ShardWriter
 
 __all__ = ["ExtractUnit", "GenerateUnit", "ReplicaActor", "replicas_of"]
@@ -211,18 +211,15 @@ class ReplicaActor:
         return self._sources.complete([len(ids) for ids in unit.token_ids], unit.known, extracted)
 
     def _summary(self, unit: ExtractUnit, forwarded: dict[int, Forwarded]) -> TeacherSummary | None:
-        if self._teacher == NONE:
-            return None
-        parts = []
-        for at, ids in enumerate(unit.token_ids):
-            if at in unit.known:
-                place = unit.known[at]
-                part = self._sources.dataset(place.uri).teacher(place.row)
-            else:
-                part = forwarded[at].teacher if at in forwarded else blank(self._teacher, len(ids))
-            assert part is not None
-            parts.append(part)
-        return join(parts)
+        """The teacher summary of the whole unit; the quarantined say nothing."""
+        parts = [
+            forwarded[at].teacher if at in forwarded else blank(self._teacher, len(ids))
+            for at, ids in enumerate(unit.token_ids)
+            if at not in unit.known
+        ]
+        given = [part for part in parts if part is not None]
+        lengths = [len(ids) for ids in unit.token_ids]
+        return self._sources.complete_teacher(lengths, unit.known, self._teacher, join(given) if given else None)
 
     def generate(self, unit: GenerateUnit) -> list[tuple[np.ndarray, str]]:
         """(token ids, finish reason) of each prompt's response."""

@@ -1,0 +1,49 @@
+"""What is shown of an extraction: every metric has its place in the dashboard, stage shares sum to one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_jobs.fill_report import GAUGES
+from ray_jobs.stages import STAGES, StageClock, shares
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    shown = set(re.findall(r"ray_statehouse_extract_(\w+)", json.dumps(dashboard["panels"])))
+    assert shown == {*GAUGES, "bottleneck"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_bottleneck_is_the_engine_while_it_computes_and_else_what_holds_it_up() -> None:
+    now = 0.0
+    clock = StageClock(lambda: now)
+    now = 1.0  # waits for work
+    prefill = clock.at("prefill")
+    with prefill:
+        with clock.at("upload"):
+            now = 4.0
+        now = 5.0
+    with clock.at("encode"):
+        now = 5.5
+        with clock.at("upload"):
+            now = 7.5
+        now = 8.0
+    assert clock.take() == {"prefill": 4.0, "upload": 2.0, "encode": 1.0, "wait": 1.0}
+    now = 9.0
+    assert clock.take() == {"prefill": 0.0, "upload": 0.0, "encode": 0.0, "wait": 1.0}
+
+
+@given(st.dictionaries(st.sampled_from(STAGES), st.floats(0, 1e6)))
+def test_shares_sum_to_one(seconds: dict[str, float]) -> None:
+    found = shares(seconds)
+    assert set(found) == set(STAGES)
+    assert sum(found.values()) == pytest.approx(1 if sum(seconds.values()) else 0)
