@@ -27,12 +27,20 @@ _CHUNK = 1 << 18
 FAULTS = {
     "503": "answers 503 SlowDown; the store never sees the request",
     "500": "answers 500 InternalError; the store never sees the request",
+    "403": "answers 403 ExpiredToken, as when temporary credentials run out; the store never sees the request",
     "reset": "resets the connection before the request is passed on",
     "half": "passes on the head and half of the body, then resets the connection",
     "short": "passes on half of the body under a length that says it is whole",
     "flip": "passes on a body with one byte in the middle changed",
     "stall": "passes on half of the body, then nothing more",
     "lost": "passes the request on and resets the connection instead of answering",
+}
+
+
+_REFUSALS = {
+    "503": ("SlowDown", "Slow Down"),
+    "500": ("InternalError", "Internal Server Error"),
+    "403": ("ExpiredToken", "Forbidden"),
 }
 
 
@@ -132,10 +140,10 @@ class Proxy:
             return _reset(client.socket)
         if self.delay:
             time.sleep(self.delay)
-        if kind in ("500", "503"):
+        if kind in _REFUSALS:
             for _ in client.body(head):
                 pass
-            code, reason = ("SlowDown", "Slow Down") if kind == "503" else ("InternalError", "Internal Server Error")
+            code, reason = _REFUSALS[kind]
             body = f"<Error><Code>{code}</Code><Message>{reason}</Message></Error>".encode()
             client.socket.sendall(f"HTTP/1.1 {kind} {reason}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             return True

@@ -168,3 +168,12 @@ def tiny_run(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyRun
     tiny_verifier = make_verifier(tmp_path_factory.mktemp("verifier") / "lively", smollm2, **lively)
     with pytest.MonkeyPatch.context() as patch:
         return make_run(write_recipe(tmp_path_factory.mktemp("run"), tiny_verifier, ROWS), tiny_verifier, patch)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the fault tests tried, and how it ended."""
+    if (faulty := sys.modules.get("faulty")) is None or not faulty.TRIED:
+        return
+    terminalreporter.section("faults of an extraction: what was tried, and how it ended")
+    for (fault, end), times in sorted(faulty.TRIED.items()):
+        terminalreporter.line(f"{fault:<42} {times:>3} tried: {end}")
