@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_jobs.prompts import fingerprints
+from ray_jobs.prompt_files import fingerprints
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import NEUTRAL_ARGUMENTS, validate_layers
 from ray_jobs.verifier import (
@@ -156,9 +156,9 @@ class Inputs:
         self.store.delete(PREPARED)
         self.store.delete(REJECTS)
 
-    def write_prompts(self, prompts: pa.Table, summary: dict[str, Any]) -> None:
+    def write_prompts(self, prompts: pa.Table | bytes, summary: dict[str, Any]) -> None:
         """prepare.json goes last and names the digest of prompts.parquet, so that no mixture of two runs counts."""
-        data = parquet_bytes(prompts)
+        data = prompts if isinstance(prompts, bytes) else parquet_bytes(prompts)
         self.store.put(PROMPTS, data)
         summary = {**summary, "prompts_sha256": digest(data)}
         self.store.put(PREPARED, json.dumps(summary, indent=1, sort_keys=True).encode() + b"\n")

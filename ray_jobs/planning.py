@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from ray_jobs.inputs import Inputs, Verifier, open_verifier, sampling_hash
-from ray_jobs.prompts import Limits, end_ids, input_files, load_tokenizer, prepare_file
+from ray_jobs.prompt_files import input_files
+from ray_jobs.prompts import Limits, end_ids, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import validate_layers
 from ray_jobs.training_plan import training_estimate, training_rows
@@ -72,7 +73,7 @@ def _tokenised_now(recipe: Recipe, verifier: Verifier) -> tuple[np.ndarray, str]
     limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length, end_ids(verifier.folder, tokenizer))
     lengths, rejects = {}, 0
     for file in input_files(recipe):
-        for row in prepare_file(file["path"], file["source"], file["limit"], tokenizer, limits, file["skip"]):
+        for row in prepare_file(file, tokenizer, limits):
             if "reject" in row:
                 rejects += 1
             else:

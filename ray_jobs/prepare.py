@@ -1,80 +1,52 @@
 """prepare: the recipe's prompt files -> tokenised prompts at `<dataset.uri>-inputs`.
 
-Reads JSONL and Parquet with Ray Data, one task per file; applies the verifier's chat template and tokeniser; drops
-duplicates; refuses what cannot be used, row by row, with a reason. Fails when more than dataset.max_reject_share was.
+With Ray Data: one task a file reads its lines, tasks on every core of the cluster tokenise them in blocks, and this process
+puts the blocks together in the order of the recipe's files and their rows, so the result does not depend on the cluster. It
+drops what it has seen already and refuses what cannot be used, row by row, with a reason. Fails when more than
+dataset.max_reject_share was.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+import time
 
-import numpy as np
 import pyarrow as pa
 
 from ray_jobs import job
+from ray_jobs.collecting import Collected
 from ray_jobs.inputs import Inputs, Verifier, inputs_hash, open_verifier
-from ray_jobs.prompts import (
-    PROMPTS_SCHEMA,
-    REJECTS_SCHEMA,
-    Limits,
-    end_ids,
-    fingerprints,
-    input_files,
-    load_tokenizer,
-    prepare_file,
-)
+from ray_jobs.prompt_files import PromptFile, fingerprints, input_files
+from ray_jobs.prompts import Limits
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
-from ray_jobs.verifier import resolve_verifier
+from ray_jobs.tokenising import read_file, tokenise_block
 from storage.errors import RecipeError, StatehouseError
 
-
-def _prepare(file: dict[str, Any], model: str, revision: str | None, trust: bool, limits: Limits) -> Iterator[Any]:
-    folder = str(resolve_verifier(model, revision=revision))
-    tokenizer = load_tokenizer(folder, trust)
-    limits = Limits(limits.vocab_size, limits.max_length, end_ids(folder, tokenizer))
-    # Ray Data wants the same columns in every row: rejects carry empty lists, prompts an empty reason.
-    blank: dict[str, Any] = dict.fromkeys((*PROMPTS_SCHEMA.names, *REJECTS_SCHEMA.names, "error"), "")
-    blank |= {"token_ids": np.zeros(0, np.int32), "loss_mask": np.zeros(0, bool)}
-    try:
-        for row in prepare_file(file["path"], file["source"], file["limit"], tokenizer, limits, file["skip"]):
-            yield {**blank, **row.get("reject", row)}
-    except RecipeError as error:  # would come back wrapped in a traceback of Ray's
-        yield {**blank, "error": str(error)}
+# Lines travel to the tokenising tasks in blocks of about this many bytes: some hundred tasks a gigabyte and core.
+BLOCK_BYTES = 1 << 20
 
 
-def collect(recipe: Recipe, verifier: Verifier, files: list[dict[str, Any]]) -> tuple[pa.Table, pa.Table, int]:
-    """(accepted `PROMPTS_SCHEMA` ordered by id, rejects `REJECTS_SCHEMA`, duplicates dropped). Needs Ray."""
+def collect(recipe: Recipe, verifier: Verifier, files: list[PromptFile]) -> Collected:
+    """All rows of the files, tokenised on the cluster. Needs Ray."""
     import ray.data
 
     job.quiet_ray_data()
+    context = ray.data.DataContext.get_current()
+    context.target_max_block_size = BLOCK_BYTES
+    context.execution_options.preserve_order = True
     limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length)
-    arguments = (recipe.verifier.model, recipe.verifier.revision, recipe.verifier.trust_remote_code, limits)
-    rows = ray.data.from_items(files, override_num_blocks=len(files)).flat_map(_prepare, fn_args=arguments)
-    accepted: dict[str, dict[str, Any]] = {}
-    rejects: list[dict[str, Any]] = []
-    duplicates = 0
-    for row in rows.iter_rows():
-        if row["error"]:
-            raise RecipeError(row["error"])
-        if row["reason"]:
-            rejects.append({name: row[name] for name in REJECTS_SCHEMA.names})
-            continue
-        prompt = {name: row[name] for name in PROMPTS_SCHEMA.names}
-        known = accepted.get(prompt["id"])
-        duplicates += known is not None
-        if known is None or (prompt["source"], prompt["row"]) < (known["source"], known["row"]):
-            accepted[prompt["id"]] = prompt
-    ordered = [accepted[key] for key in sorted(accepted)]
-    rejects.sort(key=lambda reject: (reject["source"], reject["row"]))
-    return (
-        pa.Table.from_pylist(ordered, schema=PROMPTS_SCHEMA),
-        pa.Table.from_pylist(rejects, schema=REJECTS_SCHEMA),
-        duplicates,
+    asked = (recipe.verifier.model, recipe.verifier.revision, recipe.verifier.trust_remote_code)
+    lines = ray.data.from_items([{"at": at} for at in range(len(files))], override_num_blocks=len(files)).map_batches(
+        read_file, batch_size=1, batch_format="pyarrow", fn_args=(files,), num_cpus=0.25
+    )  # another share of a core than below, or Ray Data makes one task of reading and tokenising
+    done = lines.map_batches(
+        tokenise_block, batch_size=None, batch_format="pyarrow", fn_args=(files, asked, limits), num_cpus=1
     )
+    collected = Collected(files)
+    for block in done.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+        collected.add(block)
+    return collected
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
@@ -85,49 +57,59 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     inputs.clear()
     before = fingerprints(recipe)
     job.start_ray()
-    prompts, rejects, duplicates = collect(recipe, verifier, files)
-    total = len(prompts) + len(rejects) + duplicates
-    if not total:
+    began = time.monotonic()
+    collected = collect(recipe, verifier, files)
+    data, rejects = collected.finish(), collected.rejects
+    seconds = time.monotonic() - began
+    if not collected.rows:
         raise RecipeError(
-            f"prompts: {', '.join(file['path'] for file in files)}: no rows; add prompts, one JSON object a line"
+            f"prompts: {', '.join(file.path for file in files)}: no rows; add prompts, one JSON object a line"
         )
     if len(rejects):
-        where = inputs.write_rejects(rejects)
-        job.log.info("prepare rejects=%d where=%s", len(rejects), where)
-        if len(rejects) > recipe.dataset.max_reject_share * total or not len(prompts):
-            first = rejects.slice(0, 1).to_pylist()[0]
-            raise StatehouseError(
-                f"{len(rejects)} of {total} prompts were refused, dataset.max_reject_share allows "
-                f"{recipe.dataset.max_reject_share:.1%}; the first is {first['row']}: {first['reason']}; "
-                f"all are in {where}; correct them, or raise dataset.max_reject_share to leave them out"
-            )
-    sources = Counter(prompts["source"].to_pylist())
-    kinds = Counter(prompts["kind"].to_pylist())
-    tokens = int(pa.compute.sum(pa.compute.list_value_length(prompts["token_ids"])).as_py())
+        _report(recipe, inputs, collected, rejects)
     if fingerprints(recipe) != before:
         raise RecipeError("prompts: files changed while they were prepared; run prepare again")
     summary = {
         "files": before,
         "inputs_hash": inputs_hash(recipe, verifier),
-        "prompts": len(prompts),
+        "rows": collected.rows,
+        "prompts": collected.prompts,
         "rejects": len(rejects),
-        "duplicates": duplicates,
-        "tokens": tokens,
-        "sources": dict(sources),
-        "kinds": dict(kinds),
+        "rejects_by_code": dict(collected.codes),
+        "duplicates": collected.duplicates,
+        "tokens": collected.tokens,
+        "loss_tokens": collected.loss_tokens,
+        "sources": dict(collected.sources),
+        "kinds": dict(collected.kinds),
+        "seconds": round(seconds, 1),
         "provenance": provenance(recipe),
     }
-    inputs.write_prompts(prompts, summary)
+    inputs.write_prompts(data, summary)
     job.log.info(
-        "prepare done prompts=%d to_generate=%d tokens=%s rejects=%d duplicates=%d sources=%s where=%s",
-        len(prompts),
-        kinds["generate"],
-        f"{tokens:,}",
+        "prepare done prompts=%d to_generate=%d tokens=%s rejects=%d duplicates=%d sources=%s seconds=%.1f where=%s",
+        collected.prompts,
+        collected.kinds["generate"],
+        f"{collected.tokens:,}",
         len(rejects),
-        duplicates,
-        ",".join(f"{name}:{count}" for name, count in sorted(sources.items())),
+        collected.duplicates,
+        ",".join(f"{name}:{count}" for name, count in sorted(collected.sources.items())),
+        seconds,
         inputs.store.uri,
     )
+
+
+def _report(recipe: Recipe, inputs: Inputs, collected: Collected, rejects: pa.Table) -> None:
+    """Writes rejects.parquet. Raises StatehouseError when there are more than the recipe allows."""
+    where = inputs.write_rejects(rejects)
+    codes = ",".join(f"{code}:{count}" for code, count in sorted(collected.codes.items()))
+    job.log.info("prepare rejects=%d codes=%s where=%s", len(rejects), codes, where)
+    if len(rejects) > recipe.dataset.max_reject_share * collected.rows or not collected.prompts:
+        first = rejects.slice(0, 1).to_pylist()[0]
+        raise StatehouseError(
+            f"{len(rejects)} of {collected.rows} prompts were refused ({codes}), dataset.max_reject_share allows "
+            f"{recipe.dataset.max_reject_share:.1%}; the first is {first['file']}:{first['row']}: {first['reason']}; "
+            f"all are in {where}; correct them, or raise dataset.max_reject_share to leave them out"
+        )
 
 
 if __name__ == "__main__":

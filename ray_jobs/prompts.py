@@ -1,33 +1,31 @@
-"""Rows of the user's files -> tokenised prompts or rejects with a reason. Pure but for reading files.
+"""Rows of the user's files -> tokenised prompts and sequences, or rejects with a reason. docs/prompts.md lists all forms.
 
-A row is one of
-- `messages` (OpenAI style): that end with a user turn are answered by `generate`, that end with an assistant turn are a
-  given response;
-- `prompt`: a string, the same as one user turn; with `response`, a given response;
-- `token_ids` (+ `loss_mask`): a whole sequence, tokenised already.
-Loss masks come from token ids: prompt and response are tokenised apart, never searched for in text.
+A row is a conversation (`ray_jobs/conversations.py`), `text`, or `token_ids` (+ `loss_mask`). A conversation that ends with
+a question is answered by `generate`; everything else is a whole sequence already. Loss masks come from the chat template
+(`ray_jobs/chat_template.py`): the text is cut where the assistant begins and ends to speak and the pieces are tokenised apart,
+so a token never belongs to both.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
-from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from ray_jobs.recipe import PromptSource, Recipe
+from ray_jobs.chat_template import ChatTemplate, Rendered
+from ray_jobs.conversations import CONVERSATION_KEYS, Reject, conversation_of
+from ray_jobs.prompt_files import PromptFile, first_line, parse, read_lines
+from ray_jobs.recipe import PromptSource
 from storage.errors import RecipeError
 from storage.sequences import sequence_id
 
-# `kind`: "generate" needs a response; "given" is a whole sequence already.
+# `kind`: "generate" needs a response; "given" is a whole sequence already. `row`: "file:line".
 PROMPTS_SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -39,21 +37,18 @@ PROMPTS_SCHEMA = pa.schema(
         ("row", pa.string()),
     ]
 )
+# code: one word, for counting. row: number of the line or row in its file, from 1. text: how the row begins.
 REJECTS_SCHEMA = pa.schema(
-    [("source", pa.string()), ("row", pa.string()), ("reason", pa.string()), ("text", pa.string())]
+    [
+        ("source", pa.string()),
+        ("file", pa.string()),
+        ("row", pa.int64()),
+        ("code", pa.string()),
+        ("reason", pa.string()),
+        ("text", pa.string()),
+    ]
 )
-
-
-class ChatTokenizer(Protocol):
-    """The part of a transformers tokeniser that is used here."""
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
-
-
-class Reject(Exception):
-    """Why a row cannot be used, in words for the person who wrote it."""
+FORMS = (*CONVERSATION_KEYS, "text", "token_ids")
 
 
 @dataclass(frozen=True)
@@ -65,6 +60,10 @@ class Limits:
     end_ids: frozenset[int] = field(default_factory=frozenset)
 
 
+# How the rows of a source are made into sequences, where nothing is said.
+DEFAULTS = PromptSource(path="-")
+
+
 @lru_cache(maxsize=2)
 def load_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
     """The verifier's own tokeniser, from its folder; nothing is downloaded."""
@@ -73,8 +72,10 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises whatever its tokeniser's loader does
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RecipeError(f"verifier.model {folder}: its tokeniser cannot be loaded ({reason})") from None
+        raise RecipeError(
+            f"verifier.model {folder}: its tokeniser cannot be loaded ({first_line(error)}); "
+            f"download the verifier again, or set verifier.trust_remote_code when the tokeniser is code of its own"
+        ) from None
     return tokenizer
 
 
@@ -89,152 +90,151 @@ def end_ids(folder: str, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(token) for token in found if token is not None)
 
 
-def expand(path: str) -> list[str]:
-    """Files that a path or glob names, sorted. Raises RecipeError when there are none."""
-    import fsspec
+def tokenise(
+    row: dict[str, Any], tokenizer: Any, limits: Limits, entry: PromptSource = DEFAULTS
+) -> list[dict[str, Any]]:
+    """`PROMPTS_SCHEMA` without source and row: one, or several where a conversation or a long sequence takes more.
 
-    try:
-        filesystem, pattern = fsspec.url_to_fs(path)
-        found = sorted(filesystem.glob(pattern)) if any(c in path for c in "*?[") else [pattern]
-        found = [name for name in found if filesystem.isfile(name)]
-    except Exception as error:  # every file system of fsspec has errors of its own (botocore's are no OSErrors)
-        raise RecipeError(
-            f"prompts: {path}: cannot be read ({_first_line(error)}); check the path and credentials"
-        ) from None
-    if not found:
-        raise RecipeError(f"prompts: {path}: no such file; correct `prompts` in the recipe")
-    protocol = path.split("://")[0] + "://" if "://" in path else ""
-    return [name if "://" in name else protocol + name for name in found]
-
-
-def input_files(recipe: Recipe) -> list[dict[str, Any]]:
-    """{path, source, limit, skip} of every file the recipe names, each file once. Raises RecipeError for missing ones."""
-    return files_of(recipe.prompts)
-
-
-def files_of(sources: Iterable[PromptSource]) -> list[dict[str, Any]]:
-    """The same of any sources."""
-    files: dict[str, dict[str, Any]] = {}
-    for entry in sources:
-        for path in expand(entry.path):
-            source = entry.source or PurePosixPath(path).name.split(".")[0]
-            files.setdefault(path, {"path": path, "source": source, "limit": entry.limit, "skip": entry.skip})
-    return list(files.values())
-
-
-def _portable(path: str) -> str:
-    """Relative where the file lies below the working folder: `ray job submit` runs every job in another copy of that."""
-    return path.removeprefix(os.getcwd() + os.sep)
-
-
-def fingerprints(recipe: Recipe) -> dict[str, str]:
-    """{path: what changes with its content} of the recipe's files: an ETag or checksum where the store has one, else
-    a sha256 of the content. Raises RecipeError when one cannot be read.
+    Raises Reject.
     """
-    import fsspec
+    if "input_ids" in row and "token_ids" not in row:
+        row = {**row, "token_ids": row["input_ids"]}
+    forms = [form for form in FORMS if form in row]
+    if entry.use is not None:
+        forms = [form for form in forms if form == entry.use]
+    if len(forms) > 1:
+        raise Reject("bad_row", f"found {' and '.join(forms)}, expected one; say which with `use: {forms[0]}`")
+    if not forms:
+        expected = entry.use or ", ".join(FORMS)
+        raise Reject("bad_row", f"expected one of {expected}; found {', '.join(sorted(row)) or 'nothing'}")
+    if forms[0] == "token_ids":
+        return _pretokenised(row, limits, entry)
+    if forms[0] == "text":
+        return _plain_text(row["text"], tokenizer, limits, entry)
+    conversation = conversation_of({key: row[key] for key in row if key not in FORMS or key == forms[0]})
+    template = _template(tokenizer, limits.end_ids, entry.thinking)
+    if not conversation.given:
+        text = template.prompt(conversation)
+        ids = _ids(tokenizer, text)
+        if not ids:
+            raise Reject("empty", "the prompt is empty")
+        group = _group(_ids(tokenizer, template.group_text(conversation)))
+        if len(ids) >= (longest := _longest(limits, entry)):
+            raise Reject("too_long", f"the prompt has {len(ids):,} tokens, which leaves no room below {longest:,}")
+        return [_checked("generate", group, ids, [False] * len(ids), limits)]
+    group = _group(_ids(tokenizer, template.group_text(conversation)))
+    made = []
+    for rendered in template.sequences(conversation, last_turn=entry.train_on == "last_turn"):
+        made += _fitted(group, *encode(tokenizer, rendered), limits, entry)
+    return made
 
-    found = {}
-    for file in input_files(recipe):
-        path = file["path"]
-        try:
-            filesystem, name = fsspec.url_to_fs(path)
-            about = filesystem.info(name)
-            tag = about.get("ETag") or about.get("etag") or about.get("md5Hash")
-            if tag is None:
-                with filesystem.open(name, "rb") as opened:
-                    tag = hashlib.file_digest(opened, "sha256").hexdigest()
-        except Exception as error:  # as in `expand`
-            raise RecipeError(f"prompts: {path}: cannot be read ({_first_line(error)})") from None
-        found[_portable(path)] = str(tag)
-    return found
+
+@lru_cache(maxsize=8)
+def _template(tokenizer: Any, ends: frozenset[int], thinking: bool | None) -> ChatTemplate:
+    return ChatTemplate(tokenizer, [str(tokenizer.decode([token])) for token in sorted(ends)], thinking)
 
 
-def read_rows(path: str, limit: int | None = None, skip: int = 0) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
-    """Rows of one JSONL or Parquet file, `limit` of them behind the first `skip`: ("file:line", row or why it cannot be
-    read). Raises RecipeError.
+def encode(tokenizer: Any, rendered: Rendered) -> tuple[list[int], list[bool]]:
+    """(token ids, mask) of a text: the mask is True exactly on the tokens of its spans. Raises Reject.
+
+    A verifier's own words begin with a token of their own, whatever stood before; so spans are tokenised apart. A tokeniser
+    that writes a space before every text (sentencepiece's dummy prefix) cannot: it reads the whole, and cuts by offsets.
     """
-    read = _read_parquet if path.endswith(".parquet") else _read_jsonl
-    try:
-        yield from islice(read(path), skip, None if limit is None else skip + limit)
-    except Exception as error:  # likewise, and those of the decompressors and of Parquet
-        raise RecipeError(
-            f"prompts: {path}: cannot be read ({_first_line(error)}); expected JSONL or Parquet"
-        ) from None
+    cuts = [0, *(cut for span in rendered.spans for cut in span), len(rendered.text)]
+    if not _cuts_freely(tokenizer):
+        return _by_offsets(tokenizer, rendered.text, cuts)
+    ids: list[int] = []
+    mask: list[bool] = []
+    for at, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        if low < high:
+            piece = _ids(tokenizer, rendered.text[low:high])
+            ids += piece
+            mask += [at % 2 == 1] * len(piece)
+    return ids, mask
 
 
-def _read_jsonl(path: str) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
-    import fsspec
-
-    with fsspec.open(path, "rt", compression="infer", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{path}:{number}", _parse(line)
-
-
-def _read_parquet(path: str) -> Iterator[tuple[str, dict[str, Any] | Reject]]:
-    import fsspec
-    import pyarrow.parquet as pq
-
-    with fsspec.open(path, "rb") as file:
-        number = 0
-        for batch in pq.ParquetFile(file).iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}:{number}", {key: value for key, value in row.items() if value is not None}
+@lru_cache(maxsize=8)
+def _cuts_freely(tokenizer: Any) -> bool:
+    """Whether two texts tokenised apart and put together decode to the two texts put together."""
+    halves = ("bench", "mark")
+    ids = [token for half in halves for token in _ids(tokenizer, half)]
+    return str(tokenizer.decode(ids)).strip() == "".join(halves)
 
 
-def _parse(line: str) -> dict[str, Any] | Reject:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return Reject("half of a surrogate pair: the text was cut inside a character")
-    except (ValueError, RecursionError) as error:
-        return Reject(f"not JSON: {error}")
-    return row if isinstance(row, dict) else Reject(f"expected a JSON object, found {type(row).__name__}")
+def _by_offsets(tokenizer: Any, text: str, cuts: list[int]) -> tuple[list[int], list[bool]]:
+    if not getattr(tokenizer, "is_fast", False):
+        raise Reject(
+            "no_exact_mask", "this tokeniser neither cuts texts nor gives offsets, so no exact loss mask exists"
+        )
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
+    mask = np.zeros(len(offsets), bool)
+    for start, stop in zip(cuts[1::2], cuts[2::2], strict=False):
+        inside = (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+        if ((offsets[inside, 0] < start) | (offsets[inside, 1] > stop)).any():
+            raise Reject("no_exact_mask", "one token holds both question and answer, so no exact loss mask exists")
+        mask |= inside
+    return list(found["input_ids"]), mask.tolist()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _plain_text(text: Any, tokenizer: Any, limits: Limits, entry: PromptSource) -> list[dict[str, Any]]:
+    """All of it counts for the loss, but for what the tokeniser puts in front (a begin-of-text token)."""
+    if not isinstance(text, str) or not text.strip():
+        raise Reject("empty" if isinstance(text, str) else "bad_row", "text must be a string that says something")
+    ids = list(tokenizer(text)["input_ids"])
+    front = len(ids) > 1 and ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
+    return _fitted(_group(ids), ids, [not front] + [True] * (len(ids) - 1), limits, entry)
 
 
-def tokenise(row: dict[str, Any], tokenizer: ChatTokenizer, limits: Limits) -> dict[str, Any]:
-    """`PROMPTS_SCHEMA` without source and row. Raises Reject."""
-    kinds = [kind for kind in ("messages", "prompt", "token_ids") if kind in row]
-    if len(kinds) > 1:
-        raise Reject(f"expected one of messages, prompt, token_ids; found {' and '.join(kinds)}")
-    if "token_ids" in row:
-        return _pretokenised(row, limits)
-    messages = _messages(row)
-    given = messages[-1]["role"] == "assistant"
-    prompt = messages[:-1] if given else messages
-    prompt_text = _template(tokenizer, prompt, generation=True)
-    prompt_ids = _ids(tokenizer, prompt_text)
-    if not prompt_ids:
-        raise Reject("the prompt is empty")
-    group = sequence_id(np.array(prompt_ids), np.zeros(len(prompt_ids), bool))
-    if not given:
-        if len(prompt_ids) >= limits.max_length:
-            raise Reject(f"the prompt has {len(prompt_ids):,} tokens, which leaves no room below {limits.max_length:,}")
-        return _row("generate", group, prompt_ids, [False] * len(prompt_ids), limits)
-    whole = _template(tokenizer, messages, generation=False)
-    if not whole.startswith(prompt_text):
-        raise Reject("the chat template changes the prompt once the answer follows, so no exact loss mask exists")
-    answer_ids = _ids(tokenizer, whole[len(prompt_text) :])
-    # The template may add text behind the end token (a line break): the verifier never produces it.
-    ends = [at for at, token in enumerate(answer_ids) if token in limits.end_ids]
-    said = ends[-1] + 1 if ends else len(answer_ids)
-    if not said:
-        raise Reject("the response is empty")
-    mask = [False] * len(prompt_ids) + [True] * said + [False] * (len(answer_ids) - said)
-    return _row("given", group, prompt_ids + answer_ids, mask, limits)
+def _pretokenised(row: dict[str, Any], limits: Limits, entry: PromptSource) -> list[dict[str, Any]]:
+    ids = row["token_ids"]
+    mask = row.get("loss_mask")
+    if not isinstance(ids, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise Reject("bad_row", "token_ids must be a list of integers")
+    if not ids:
+        raise Reject("empty", "token_ids is empty")
+    for at, token in enumerate(ids):
+        if not 0 <= token < limits.vocab_size:
+            raise Reject(
+                "bad_ids", f"token_ids[{at}] is {token}, outside the verifier's vocabulary of {limits.vocab_size:,}"
+            )
+    if mask is None:
+        mask = [True] * len(ids)
+    if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
+        raise Reject("bad_row", f"loss_mask must be a list of {len(ids)} booleans, one for each of token_ids")
+    mask = [bool(value) for value in mask]
+    first = mask.index(True) if any(mask) else 0
+    return _fitted(_group(ids[:first] or ids), ids, mask, limits, entry)
 
 
-def _row(kind: str, group: str, ids: list[int], mask: list[bool], limits: Limits) -> dict[str, Any]:
-    if len(ids) > limits.max_length:
-        raise Reject(f"{len(ids):,} tokens are more than {limits.max_length:,}")
+def _fitted(group: str, ids: list[int], mask: list[bool], limits: Limits, entry: PromptSource) -> list[dict[str, Any]]:
+    """The sequence as one of the right length, or several. Raises Reject."""
+    longest = _longest(limits, entry)
+    if len(ids) < entry.min_length:
+        raise Reject("too_short", f"{len(ids):,} tokens are fewer than min_length {entry.min_length:,}")
+    if not any(mask):
+        raise Reject("nothing_to_learn", "no token of it counts for the loss")
+    if len(ids) <= longest:
+        return [_checked("given", group, ids, mask, limits)]
+    if entry.truncation == "drop":
+        raise Reject("too_long", f"{len(ids):,} tokens are more than {longest:,}")
+    starts = range(0, len(ids), longest) if entry.truncation == "split" else (0,)
+    pieces = [(ids[low : low + longest], mask[low : low + longest]) for low in starts]
+    kept = [(one, marked) for one, marked in pieces if any(marked) and len(one) >= entry.min_length]
+    if not kept:
+        raise Reject("nothing_to_learn", f"of the first {longest:,} of {len(ids):,} tokens none counts for the loss")
+    return [_checked("given", group, one, marked, limits) for one, marked in kept]
+
+
+def _longest(limits: Limits, entry: PromptSource) -> int:
+    return min(limits.max_length, entry.max_length or limits.max_length)
+
+
+def _checked(kind: str, group: str, ids: Sequence[int], mask: Sequence[bool], limits: Limits) -> dict[str, Any]:
     if (largest := max(ids)) >= limits.vocab_size:
-        raise Reject(f"it holds token id {largest}, outside the verifier's vocabulary of {limits.vocab_size:,}")
+        raise Reject(
+            "bad_ids", f"it holds token id {largest}, outside the verifier's vocabulary of {limits.vocab_size:,}"
+        )
     token_ids, loss_mask = np.array(ids, np.int32), np.array(mask, bool)
     return {
         "id": sequence_id(token_ids, loss_mask),
@@ -245,77 +245,36 @@ def _row(kind: str, group: str, ids: list[int], mask: list[bool], limits: Limits
     }
 
 
-def _pretokenised(row: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    ids = row["token_ids"]
-    mask = row.get("loss_mask")
-    if not isinstance(ids, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise Reject("token_ids must be a list of integers")
-    if not ids:
-        raise Reject("token_ids is empty")
-    for at, token in enumerate(ids):
-        if not 0 <= token < limits.vocab_size:
-            raise Reject(f"token_ids[{at}] is {token}, outside the verifier's vocabulary of {limits.vocab_size:,}")
-    if mask is None:
-        mask = [True] * len(ids)
-    if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
-        raise Reject(f"loss_mask must be a list of {len(ids)} booleans, one for each of token_ids")
-    mask = [bool(value) for value in mask]
-    first = mask.index(True) if any(mask) else len(ids)
-    prefix = np.array(ids[:first] or ids, np.int32)
-    return _row("given", sequence_id(prefix, np.zeros(len(prefix), bool)), ids, mask, limits)
+def _group(ids: Sequence[int]) -> str:
+    return sequence_id(np.array(ids, np.int32), np.zeros(len(ids), bool))
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str):
-            raise Reject(f"prompt must be a string, found {type(row['prompt']).__name__}")
-        messages = [{"role": "user", "content": row["prompt"]}]
-        if "response" in row:
-            messages.append({"role": "assistant", "content": row["response"]})
-    elif "messages" in row:
-        messages = row["messages"]
-    else:
-        raise Reject(f"expected one of messages, prompt, token_ids; found {', '.join(sorted(row)) or 'nothing'}")
-    if not isinstance(messages, list) or not messages:
-        raise Reject("messages is empty")
-    for at, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Reject(f"messages[{at}] must have a role and a content")
-        content = message.get("content")
-        if content is not None and not isinstance(content, str):
-            raise Reject(
-                f"messages[{at}] ({message['role']}): content must be a string, found {type(content).__name__}"
-            )
-        if not (content or "").strip():
-            raise Reject(f"messages[{at}] ({message['role']}) is empty")
-    if messages[-1]["role"] not in ("user", "assistant"):
-        raise Reject(f"messages must end with a user or an assistant turn, found {messages[-1]['role']!r}")
-    if len(messages) == 1 and messages[0]["role"] == "assistant":
-        raise Reject("messages holds an answer without a question")
-    return messages
-
-
-def _template(tokenizer: ChatTokenizer, messages: list[dict[str, Any]], *, generation: bool) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
-    except Exception as error:  # jinja templates raise as they like
-        raise Reject(f"the chat template refuses it ({_first_line(error)})") from None
-    return str(text)
-
-
-def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
+def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def prepare_file(
-    path: str, source: str, limit: int | None, tokenizer: ChatTokenizer, limits: Limits, skip: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Every row of a file: `PROMPTS_SCHEMA`, or `REJECTS_SCHEMA` under the key "reject"."""
-    for row_name, row in read_rows(path, limit, skip):
-        try:
-            if isinstance(row, Reject):
-                raise row
-            yield {**tokenise(row, tokenizer, limits), "source": source, "row": row_name}
-        except Reject as reject:
-            text = "" if isinstance(row, Reject) else json.dumps(row, ensure_ascii=False, default=str)[:200]
-            yield {"reject": {"source": source, "row": row_name, "reason": str(reject), "text": text}}
+def prepare_line(
+    file: PromptFile, number: int, line: bytes, tokenizer: Any, limits: Limits
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """(`PROMPTS_SCHEMA` of one row, none) or (none, `REJECTS_SCHEMA`). Never raises for what the row holds."""
+    try:
+        made = tokenise(parse(line), tokenizer, limits, file.entry)
+    except Reject as reject:
+        code, reason = reject.code, str(reject)
+    except Exception as error:  # a row that we did not foresee must not end the run of all others
+        code, reason = "unexpected", f"{type(error).__name__}: {first_line(error)}"
+    else:
+        return [{**one, "source": file.source, "row": f"{file.path}:{number}"} for one in made], None
+    text = line[:200].decode("utf-8", "replace").strip()
+    return [], {
+        "source": file.source, "file": file.path, "row": number, "code": code, "reason": reason, "text": text
+    }  # fmt: skip
+
+
+def prepare_file(file: PromptFile, tokenizer: Any, limits: Limits) -> Iterator[dict[str, Any]]:
+    """Every row of a file: `PROMPTS_SCHEMA`, or `REJECTS_SCHEMA` under the key "reject". Raises RecipeError."""
+    for number, line in read_lines(file.path, file.entry.limit, file.entry.skip):
+        made, reject = prepare_line(file, number, line, tokenizer, limits)
+        yield from made
+        if reject is not None:
+            yield {"reject": reject}

@@ -47,7 +47,9 @@ class VerifierConfig(Section):
 
 
 class PromptSource(Section):
-    """One glob of JSONL (also .gz, .zst, ...) or Parquet files, local or on object storage."""
+    """One glob of JSONL (also .gz, .zst, ...) or Parquet files, or a Hugging Face dataset on disk (the folder that
+    `save_to_disk` wrote); local or on object storage. docs/prompts.md has every form of a row.
+    """
 
     path: str
     # The domain the prompts come from; the file's stem by default.
@@ -55,6 +57,18 @@ class PromptSource(Section):
     # At most this many rows of each file, behind the first `skip`.
     limit: int | None = Field(default=None, gt=0)
     skip: int = Field(default=0, ge=0)
+    # Which form counts where rows hold several, such as `prompt` and `messages`.
+    use: Literal["messages", "conversations", "prompt", "turns", "text", "token_ids"] | None = None
+    # Which of a conversation's answers count for the loss.
+    train_on: Literal["all_turns", "last_turn"] = "all_turns"
+    # Sequences longer than max_length are refused, cut at their end, or made into several.
+    truncation: Literal["drop", "truncate", "split"] = "drop"
+    # Tokens of a whole sequence; shorter ones are refused. Prompts that are yet to be answered may be shorter.
+    min_length: int = Field(default=1, ge=1)
+    # Below dataset.max_length, which holds for all sources.
+    max_length: int | None = Field(default=None, gt=1)
+    # Passed to the chat template as `thinking` and `enable_thinking`; its own default when left out.
+    thinking: bool | None = None
 
 
 class GenerationConfig(Section):

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ray_jobs.conversations import Reject
 from ray_jobs.inputs import Inputs, Verifier
-from ray_jobs.prompts import Limits, Reject, files_of, load_tokenizer, read_rows, tokenise
+from ray_jobs.prompt_files import files_of, read_rows
+from ray_jobs.prompts import Limits, load_tokenizer, tokenise
 from ray_jobs.recipe import Recipe
 from ray_jobs.verifier import read_config, text_config
 from storage.errors import RecipeError, StatehouseError
@@ -60,15 +62,15 @@ def _own(recipe: Recipe, verifier: Verifier) -> dict[str, list[ServePrompt]]:
     limits = Limits(verifier.facts["vocab_size"], room + 1)
     found: dict[str, list[ServePrompt]] = {}
     for file in files_of(recipe.evaluation.prompts):
-        chosen = found.setdefault(file["source"], [])
+        chosen = found.setdefault(file.source, [])
         rows = 0
-        for row_name, row in read_rows(file["path"], file["limit"], file["skip"]):
+        for row_name, row in read_rows(file.path, file.entry.limit, file.entry.skip):
             rows += 1
             if len(chosen) >= recipe.evaluation.serve_prompts:
                 break
-            chosen.append(ServePrompt(file["source"], row_name, _tokens(row_name, row, tokenizer, limits)))
+            chosen.append(ServePrompt(file.source, row_name, _tokens(row_name, row, tokenizer, limits)))
         if not rows:
-            raise RecipeError(f"evaluation.prompts: {file['path']}: no rows; add prompts, one JSON object a line")
+            raise RecipeError(f"evaluation.prompts: {file.path}: no rows; add prompts, one JSON object a line")
     return found
 
 
@@ -78,9 +80,9 @@ def _tokens(row_name: str, row: dict[str, Any] | Reject, tokenizer: Any, limits:
             raise row
         if isinstance(turns := row.get("turns"), list) and turns:  # Spec-Bench: the first question
             row = {"prompt": turns[0]}
-        made = tokenise({key: row[key] for key in ("messages", "prompt") if key in row}, tokenizer, limits)
+        made = tokenise({key: row[key] for key in ("messages", "prompt") if key in row}, tokenizer, limits)[0]
         if made["kind"] != "generate":
-            raise Reject("it ends with an answer; end it with a question")
+            raise Reject("bad_row", "it ends with an answer; end it with a question")
     except Reject as reject:
         raise RecipeError(
             f"evaluation.prompts: {row_name}: {reject}; correct it, or lower evaluation.serve_tokens if it is too long"

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ray_jobs.planning import estimate, print_plan, sequence_lengths
-from ray_jobs.prompts import fingerprints
+from ray_jobs.prompt_files import fingerprints
 from ray_jobs.provenance import redact
 from ray_jobs.recipe import load_recipe
 from storage.errors import RecipeError, StatehouseError

@@ -76,7 +76,7 @@ def test_prompts_of_a_file_may_be_ours_or_spec_benchs(tiny_run: TinyRun, tmp_pat
     [
         ([], [], "no rows; add prompts"),
         ([{"prompt": "word " * 3000}], [], "leaves no room"),
-        ([{"prompt": "a", "response": "b"}, {"text": "?"}], [], "expected one of messages, prompt"),
+        ([{"prompt": "a", "response": "b"}, {"text": "?"}], [], "expected one of messages"),
         ([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}], [], "ends with an answer"),
         ([{"turns": ["Say it."]}], ["evaluation.serve_tokens=4000"], "lower evaluation.serve_tokens"),
     ],

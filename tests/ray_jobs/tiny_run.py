@@ -25,7 +25,8 @@ from drafter.verifier_weights import read_verifier_weights
 from ray_jobs import extract, generate, job
 from ray_jobs.inputs import Inputs, inputs_hash, open_verifier
 from ray_jobs.policies import Outcome
-from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, fingerprints, input_files, load_tokenizer, prepare_file
+from ray_jobs.prompt_files import fingerprints, input_files
+from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe, load_recipe
 from ray_jobs.worker import ReplicaActor
 from storage import open_dataset
@@ -42,7 +43,7 @@ def prepare(path: Path) -> None:
     limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length)
     tokenizer = load_tokenizer(verifier.folder)
     files = input_files(recipe)
-    rows = [row for f in files for row in prepare_file(f["path"], f["source"], None, tokenizer, limits)]
+    rows = [row for f in files for row in prepare_file(f, tokenizer, limits)]
     rows.sort(key=lambda row: row["id"])
     Inputs(recipe.dataset.inputs_uri).write_prompts(
         pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA),
