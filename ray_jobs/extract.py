@@ -14,7 +14,7 @@ import contextlib
 
 from ray_jobs import job
 from ray_jobs.filling import fill
-from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
+from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hashes
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.supervisor import Supervisor
@@ -38,7 +38,7 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
     prompts = inputs.read_prompts(recipe, verifier, "extract")
-    responses = inputs.read_responses(sampling_hash(recipe, verifier))
+    responses = inputs.read_responses(sampling_hashes(recipe, verifier, prompts))
     sequences, counts = compose_sequences(prompts, responses, inputs.store.uri)
     contract = make_contract(recipe, verifier)
     plan = make_plan(

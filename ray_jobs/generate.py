@@ -8,16 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ray_jobs import job
-from ray_jobs.inputs import Inputs, open_verifier, sampling_hash
+from ray_jobs.inputs import Inputs, Verifier, generated_table, open_verifier, response_of, sampling_hashes
+from ray_jobs.prompts import end_ids, load_tokenizer
+from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import Sampling
 from ray_jobs.supervisor import Supervisor
+from ray_jobs.thinking import Budget, Response, one_token
 from ray_jobs.worker import GenerateUnit, replicas_of
+from storage.errors import RecipeError, StatehouseError
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
@@ -25,24 +31,54 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()[:4], "little") >> 1
 
 
-def make_units(recipe: Recipe, prompts: list[dict[str, Any]]) -> list[GenerateUnit]:
+def settings_of(recipe: Recipe, sources: list[str], tokenizer: Any) -> dict[str, tuple[Sampling, Budget | None]]:
+    """{source: how its responses are drawn}; the seed is the recipe's. Raises RecipeError for what no response can have."""
+    if unknown := sorted(set(recipe.generation.sources) - set(sources)):
+        raise RecipeError(
+            f"generation.sources.{unknown[0]}: no prompt comes from it; the sources are {', '.join(sorted(sources))}"
+        )
+    made = {}
+    for source in sources:
+        settings = recipe.generation.of(source)
+        stop = tuple(one_token(tokenizer, text, "generation.stop") for text in settings.stop)
+        budget = None
+        if settings.thinking_budget is not None:
+            begin, end = (one_token(tokenizer, text, "generation.think_tokens") for text in settings.think_tokens)
+            budget = Budget(settings.thinking_budget, begin, end)
+        sampling = Sampling(settings.temperature, settings.top_p, settings.max_new_tokens, settings.seed, stop)
+        made[source] = (sampling, budget)
+    return made
+
+
+def make_units(
+    recipe: Recipe, prompts: list[dict[str, Any]], settings: dict[str, tuple[Sampling, Budget | None]]
+) -> list[GenerateUnit]:
     """Prompts in order, `generation.batch_size` a unit. The response ends where the sequence would be too long."""
-    settings = recipe.generation
     units = []
-    for low in range(0, len(prompts), settings.batch_size):
-        batch = prompts[low : low + settings.batch_size]
+    for low in range(0, len(prompts), recipe.generation.batch_size):
+        batch = prompts[low : low + recipe.generation.batch_size]
         token_ids = [np.array(row["token_ids"], np.int32) for row in batch]
-        samplings = [
-            Sampling(
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                max_new_tokens=min(settings.max_new_tokens, recipe.dataset.max_length - len(ids)),
-                seed=prompt_seed(settings.seed, row["id"]),
-            )
-            for row, ids in zip(batch, token_ids, strict=True)
-        ]
-        units.append(GenerateUnit([row["id"] for row in batch], token_ids, samplings))
+        samplings = []
+        for row, ids in zip(batch, token_ids, strict=True):
+            one, _ = settings[row["source"]]
+            room = min(one.max_new_tokens, recipe.dataset.max_length - len(ids))
+            seed = prompt_seed(one.seed or 0, row["id"])
+            samplings.append(Sampling(one.temperature, one.top_p, room, seed, one.stop_token_ids))
+        budgets = [settings[row["source"]][1] for row in batch]
+        units.append(GenerateUnit([row["id"] for row in batch], token_ids, samplings, budgets))
     return units
+
+
+def tally(responses: list[Response], ends: frozenset[int]) -> Counter[str]:
+    """How many were capped at their length, say nothing but their end, or were made to stop thinking."""
+    counts: Counter[str] = Counter()
+    for one in responses:
+        counts["responses"] += 1
+        counts["tokens"] += len(one.token_ids)
+        counts["length_capped"] += one.finish_reason == "length"
+        counts["empty"] += all(int(token) in ends for token in one.token_ids[:2])
+        counts["thinking_ended"] += one.forced is not None
+    return counts
 
 
 def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = None) -> None:
@@ -50,47 +86,84 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
     prompts = inputs.read_prompts(recipe, verifier, "generate")
-    sampling = sampling_hash(recipe, verifier)
+    prompts = prompts.filter(pa.compute.equal(prompts["kind"], "generate"))
+    tokenizer = load_tokenizer(verifier.folder, recipe.verifier.trust_remote_code)
+    settings = settings_of(recipe, prompts["source"].unique().to_pylist(), tokenizer)
+    ends = end_ids(verifier.folder, tokenizer)
+    hashes = sampling_hashes(recipe, verifier, prompts)
     inputs.store.probe()
-    finished = inputs.read_responses(sampling)
-    wanted = [row for row in prompts.to_pylist() if row["kind"] == "generate"]
-    pending = [row for row in wanted if row["id"] not in finished]
+    finished = inputs.read_responses(hashes)
+    pending = [row for row in prompts.to_pylist() if row["id"] not in finished]
     if not pending:
-        job.log.info("generate done prompts=%d, all answered before", len(wanted))
+        _summarise(recipe, verifier, inputs, prompts, ends, "all answered before")
         return
     job.start_ray()
-    units = make_units(recipe, pending)
+    units = make_units(recipe, pending, settings)
     job.log.info(
-        "generate start prompts=%d answered_before=%d units=%d", len(pending), len(wanted) - len(pending), len(units)
+        "generate start prompts=%d answered_before=%d units=%d", len(pending), len(prompts) - len(pending), len(units)
     )
     progress = job.Progress("generate", "units", len(units))
-    finishes: dict[str, int] = {}
+    counts = tally([], ends)
 
-    def done(unit: GenerateUnit, responses: list[tuple[np.ndarray, str]]) -> None:
+    def done(unit: GenerateUnit, responses: list[Response]) -> None:
         rows: list[dict[str, Any]] = [
             {
                 "prompt_id": prompt_id,
-                "token_ids": token_ids,
-                "finish_reason": finish,
-                "sampling_hash": sampling,
+                "token_ids": response.token_ids,
+                "finish_reason": response.finish_reason,
+                "sampling_hash": hashes[prompt_id],
                 "temperature": one.temperature,
                 "top_p": one.top_p,
                 "seed": one.seed,
+                "forced": response.forced,
             }
-            for prompt_id, one, (token_ids, finish) in zip(unit.prompt_ids, unit.samplings, responses, strict=True)
+            for prompt_id, one, response in zip(unit.prompt_ids, unit.samplings, responses, strict=True)
         ]
         inputs.write_responses(rows)
-        for row in rows:
-            finishes[row["finish_reason"]] = finishes.get(row["finish_reason"], 0) + 1
-        progress.step(sum(len(row["token_ids"]) for row in rows), **finishes)
+        unit_counts = tally(responses, ends)
+        counts.update(unit_counts)
+        progress.step(
+            unit_counts["tokens"], **{name: counts[name] for name in ("length_capped", "empty", "thinking_ended")}
+        )
 
     with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
         supervisor.run("generate", units, done, progress.wait)
+    _summarise(recipe, verifier, inputs, prompts, ends, f"seconds={progress.seconds:.1f}")
+
+
+def _summarise(
+    recipe: Recipe, verifier: Verifier, inputs: Inputs, prompts: pa.Table, ends: frozenset[int], how: str
+) -> None:
+    """Counts all responses there are, those of earlier runs too, from what is stored."""
+    rows = inputs.response_rows(sampling_hashes(recipe, verifier, prompts))
+    stored = {prompt: response_of(row) for prompt, row in rows.items()}
+    if missing := [prompt for prompt in prompts["id"].to_pylist() if prompt not in stored]:
+        raise StatehouseError(
+            f"{inputs.uri}: {len(missing)} of {len(prompts)} prompts have no response; run generate again"
+        )
+    sources: dict[str, list[Response]] = {}
+    for prompt, source in zip(prompts["id"].to_pylist(), prompts["source"].to_pylist(), strict=True):
+        sources.setdefault(source, []).append(stored[prompt])
+    total = tally(list(stored.values()), ends)
+    inputs.write_generated(
+        generated_table(prompts, rows),
+        {
+            **total,
+            "sources": {
+                source: {**tally(responses, ends), "settings": recipe.generation.of(source).model_dump(mode="json")}
+                for source, responses in sources.items()
+            },
+            "provenance": provenance(recipe),
+        },
+    )
     job.log.info(
-        "generate done prompts=%d tokens=%s seconds=%.1f where=%s/responses",
-        len(wanted),
-        f"{progress.tokens:,}",
-        progress.seconds,
+        "generate done prompts=%d tokens=%s length_capped=%d empty=%d thinking_ended=%d %s where=%s/responses",
+        len(prompts),
+        f"{total['tokens']:,}",
+        total["length_capped"],
+        total["empty"],
+        total["thinking_ended"],
+        how,
         inputs.store.uri,
     )
 

@@ -4,12 +4,15 @@ prepare.json                what prompts.parquet was made from
 prompts.parquet             accepted prompts and given sequences
 rejects.parquet             refused rows with reasons
 responses/<hash>.parquet    on-policy responses of one work unit, create-only
+generated.parquet           how each sequence with a response was drawn, to be joined to sequences.parquet by id
+generate.json               counts of the responses, for people
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import pyarrow.parquet as pq
 from ray_jobs.prompt_files import fingerprints
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import NEUTRAL_ARGUMENTS, validate_layers
+from ray_jobs.thinking import Response
 from ray_jobs.verifier import (
     default_capture_layers,
     describe_verifier,
@@ -40,8 +44,11 @@ log = logging.getLogger("statehouse")
 PREPARED = "prepare.json"
 PROMPTS = "prompts.parquet"
 REJECTS = "rejects.parquet"
+GENERATED = "generated.parquet"
+GENERATE_SUMMARY = "generate.json"
 
-# token_ids: exactly what the verifier produced, its end token included. finish_reason: "stop" or "length".
+# token_ids: exactly what the verifier produced, its end token included. finish_reason: "stop" or "length". forced: index of
+# the token that ended a thinking longer than its budget, null where none did.
 RESPONSES_SCHEMA = pa.schema(
     [
         ("prompt_id", pa.string()),
@@ -51,7 +58,13 @@ RESPONSES_SCHEMA = pa.schema(
         ("temperature", pa.float64()),
         ("top_p", pa.float64()),
         ("seed", pa.int64()),
+        ("forced", pa.int64()),
     ]
+)
+# id: of the sequence, as in the dataset's sequences.parquet. row: "file:line" of the prompt.
+GENERATED_SCHEMA = pa.schema(
+    [("id", pa.string()), ("source", pa.string()), ("row", pa.string())]
+    + [field for field in RESPONSES_SCHEMA if field.name != "token_ids"]
 )
 
 
@@ -132,13 +145,20 @@ def inputs_hash(recipe: Recipe, verifier: Verifier) -> str:
     )
 
 
-def sampling_hash(recipe: Recipe, verifier: Verifier) -> str:
-    """Responses drawn under another hash are other responses."""
+def sampling_hash(recipe: Recipe, verifier: Verifier, source: str = "") -> str:
+    """Responses to prompts of a source that were drawn under another hash are other responses."""
     # batch_size counts too: units of two sizes would overlap, and a prompt could get two answers from two drivers.
-    settings = recipe.generation.model_dump(mode="json")
+    settings = recipe.generation.of(source).model_dump(mode="json")
     return sha256_json(
         {**settings, "verifier": verifier.facts["weights_hash"], "max_length": recipe.dataset.max_length}
     )
+
+
+def sampling_hashes(recipe: Recipe, verifier: Verifier, prompts: pa.Table) -> dict[str, str]:
+    """{prompt id: the hash that its response must have been drawn under}."""
+    by_source = {source: sampling_hash(recipe, verifier, source) for source in prompts["source"].unique().to_pylist()}
+    columns = (prompts["id"].to_pylist(), prompts["source"].to_pylist())
+    return {prompt: by_source[source] for prompt, source in zip(*columns, strict=True)}
 
 
 class Inputs:
@@ -202,32 +222,69 @@ class Inputs:
 
     def write_responses(self, rows: list[dict[str, Any]]) -> bool:
         """One finished work unit; False when another driver was first with the same prompts."""
-        names = [[row["prompt_id"] for row in rows], rows[0]["sampling_hash"]]
+        names = [[row["prompt_id"] for row in rows], sorted({row["sampling_hash"] for row in rows})]
         table = pa.Table.from_pylist(rows, schema=RESPONSES_SCHEMA)
         return self.store.create(f"responses/{sha256_json(names)[:32]}.parquet", parquet_bytes(table))
 
-    def read_responses(self, sampling: str) -> dict[str, tuple[np.ndarray, str]]:
-        """{prompt id: (token ids, finish reason)} of the responses drawn under one sampling hash."""
-        found: dict[str, tuple[np.ndarray, str]] = {}
+    def response_rows(self, hashes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """{prompt id: its `RESPONSES_SCHEMA` row} of the responses drawn under the hash that `hashes` asks for.
+
+        Raises StatehouseError for a damaged file.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        needed = [field for field in RESPONSES_SCHEMA if field.name != "forced"]  # newer than the rest
         for key in sorted(self.store.sizes("responses")):
             try:
-                table = (
-                    pq.read_table(pa.BufferReader(self.store.get(key)))
-                    .select(RESPONSES_SCHEMA.names)
-                    .cast(RESPONSES_SCHEMA)
-                )
+                table = pq.read_table(pa.BufferReader(self.store.get(key)))
+                for field in needed:
+                    table[field.name].cast(field.type)
+                rows = table.to_pylist()
             except (pa.ArrowException, KeyError, ValueError):
                 raise StatehouseError(
                     f"{self.store.uri}/{key}: damaged; delete it and run `python -m ray_jobs.generate RECIPE` again"
                 ) from None
-            for row in table.filter(pa.compute.equal(table["sampling_hash"], sampling)).to_pylist():
-                found.setdefault(row["prompt_id"], (np.array(row["token_ids"], np.int32), row["finish_reason"]))
+            for row in rows:
+                if hashes.get(row["prompt_id"]) == row["sampling_hash"]:
+                    found.setdefault(row["prompt_id"], row)
         return found
 
+    def read_responses(self, hashes: Mapping[str, str]) -> dict[str, Response]:
+        """{prompt id: its response}, likewise."""
+        return {prompt: response_of(row) for prompt, row in self.response_rows(hashes).items()}
 
-def compose_sequences(
-    prompts: pa.Table, responses: dict[str, tuple[np.ndarray, str]], uri: str
-) -> tuple[pa.Table, dict[str, int]]:
+    def write_generated(self, table: pa.Table, summary: dict[str, Any]) -> None:
+        """`GENERATED_SCHEMA`, and counts of the responses, for people."""
+        self.store.put(GENERATED, parquet_bytes(table))
+        self.store.put(GENERATE_SUMMARY, json.dumps(summary, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def response_of(row: Mapping[str, Any]) -> Response:
+    return Response(np.array(row["token_ids"], np.int32), row["finish_reason"], row.get("forced"))
+
+
+def answered(prompt: Mapping[str, Any], response: Response) -> Sequence:
+    """A prompt (`PROMPTS_SCHEMA`) and the response to it, which is what counts for the loss."""
+    said = np.ones(len(response.token_ids), bool)
+    if response.forced is not None:
+        said[response.forced] = False  # the verifier never chose it
+    ids = np.concatenate([np.array(prompt["token_ids"], np.int32), response.token_ids])
+    mask = np.concatenate([np.array(prompt["loss_mask"], bool), said])
+    return Sequence(prompt["source"], prompt["group"], ids, mask)
+
+
+def generated_table(prompts: pa.Table, rows: Mapping[str, dict[str, Any]]) -> pa.Table:
+    """`GENERATED_SCHEMA` of prompts and the response_rows to them, those without a token left out."""
+    found = []
+    for prompt in prompts.to_pylist():
+        row = rows[prompt["id"]]
+        if row["token_ids"]:
+            found.append({**row, **prompt, "id": answered(prompt, response_of(row)).id, "prompt_id": prompt["id"]})
+    return pa.Table.from_pylist(
+        [{name: one.get(name) for name in GENERATED_SCHEMA.names} for one in found], GENERATED_SCHEMA
+    )
+
+
+def compose_sequences(prompts: pa.Table, responses: dict[str, Response], uri: str) -> tuple[pa.Table, dict[str, int]]:
     """Prompts with their responses, and given sequences, as `TOKENS_SCHEMA`; and counts worth telling.
 
     Raises StatehouseError when responses are missing.
@@ -236,23 +293,21 @@ def compose_sequences(
     counts = {"given": 0, "generated": 0, "length_capped": 0, "empty": 0, "duplicates": 0}
     missing = 0
     for row in prompts.to_pylist():
-        token_ids = np.array(row["token_ids"], np.int32)
-        mask = np.array(row["loss_mask"], bool)
         if row["kind"] == "generate":
             if row["id"] not in responses:
                 missing += 1
                 continue
-            response, finish = responses[row["id"]]
-            if not len(response):
+            response = responses[row["id"]]
+            if not len(response.token_ids):
                 counts["empty"] += 1
                 continue
             counts["generated"] += 1
-            counts["length_capped"] += finish == "length"
-            token_ids = np.concatenate([token_ids, response])
-            mask = np.concatenate([mask, np.ones(len(response), bool)])
+            counts["length_capped"] += response.finish_reason == "length"
+            sequences.append(answered(row, response))
         else:
             counts["given"] += 1
-        sequences.append(Sequence(row["source"], row["group"], token_ids, mask))
+            token_ids, mask = np.array(row["token_ids"], np.int32), np.array(row["loss_mask"], bool)
+            sequences.append(Sequence(row["source"], row["group"], token_ids, mask))
     if missing:
         raise StatehouseError(
             f"{uri}: {missing} of {len(prompts)} prompts have no response yet; run `python -m ray_jobs.generate RECIPE`"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ray_jobs.inputs import Inputs, Verifier, open_verifier, sampling_hash
+from ray_jobs.inputs import Inputs, Verifier, open_verifier, sampling_hashes
 from ray_jobs.prompt_files import input_files
 from ray_jobs.prompts import Limits, end_ids, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe
@@ -54,12 +54,12 @@ def sequence_lengths(recipe: Recipe) -> tuple[np.ndarray, str]:
     if inputs.read_summary() is None:
         return _tokenised_now(recipe, verifier)
     prompts = inputs.read_prompts(recipe, verifier, "--plan, or give dataset.expected: {sequences, mean_tokens}")
-    responses = inputs.read_responses(sampling_hash(recipe, verifier))
+    responses = inputs.read_responses(sampling_hashes(recipe, verifier, prompts))
     lengths = pa.compute.list_value_length(prompts["token_ids"]).to_numpy().astype(np.int64)
     waiting = 0
     for row, (prompt, kind) in enumerate(zip(prompts["id"].to_pylist(), prompts["kind"].to_pylist(), strict=True)):
         if kind == "generate" and prompt in responses:
-            lengths[row] += len(responses[prompt][0])
+            lengths[row] += len(responses[prompt].token_ids)
         elif kind == "generate":
             waiting += 1
             lengths[row] += recipe.generation.max_new_tokens

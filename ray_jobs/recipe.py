@@ -71,15 +71,41 @@ class PromptSource(Section):
     thinking: bool | None = None
 
 
+class SamplingConfig(Section):
+    """How responses to one source's prompts are drawn. What is left out is taken from `generation`."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_new_tokens: int | None = Field(default=None, gt=0)
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    thinking_budget: int | None = Field(default=None, gt=0)
+
+
 class GenerationConfig(Section):
-    """On-policy responses. Change any of these and prompts are answered anew."""
+    """On-policy responses. Change what a source's are drawn with, and its prompts are answered anew."""
 
     temperature: float = Field(default=0.7, ge=0)
     top_p: float = Field(default=0.95, gt=0, le=1)
+    # Tokens of a response, its thinking and its end token included.
     max_new_tokens: int = Field(default=1024, gt=0)
+    # Each prompt is drawn with a seed of its own, made from this one and the prompt.
     seed: int = 0
+    # Tokens that end a response besides the verifier's own end tokens, as text: each must be one token.
+    stop: tuple[str, ...] = ()
+    # Thinking longer than this is ended with `think_tokens[1]`, and the answer follows; unlimited when left out.
+    thinking_budget: int | None = Field(default=None, gt=0)
+    think_tokens: tuple[str, str] = ("<think>", "</think>")
+    # Other settings for some sources, by their labels.
+    sources: dict[str, SamplingConfig] = Field(default_factory=dict)
     # Prompts of one work unit, the unit of resume.
     batch_size: int = Field(default=64, gt=0)
+
+    def of(self, source: str) -> GenerationConfig:
+        """The settings that hold for one source, with no `sources` left in them."""
+        other = self.sources.get(source)
+        changed = {} if other is None else other.model_dump(exclude_none=True)
+        return self.model_copy(update={**changed, "sources": {}})
 
 
 class ExtractionConfig(Section):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ray_jobs.replicas.replica import Sampling
+from ray_jobs.thinking import Budget
 from storage.reuse import Place
 
 
@@ -82,6 +83,7 @@ class GenerateUnit:
     prompt_ids: list[str]
     token_ids: list[np.ndarray]
     samplings: list[Sampling]
+    budgets: list[Budget | None]
 
     @property
     def tokens(self) -> int:

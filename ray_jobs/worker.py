@@ -20,6 +20,7 @@ from ray_jobs.replicas.replica import Forwarded, Replica, ReplicaConfig, validat
 from ray_jobs.self_check import Reference, compare, fits_beside, require_small
 from ray_jobs.stages import StageClock
 from ray_jobs.supervisor import Supervisor, require_resources
+from ray_jobs.thinking import Response, respond
 from ray_jobs.units import CalibrationUnit, ExtractUnit, GenerateUnit, ProbeUnit
 from ray_jobs.verifier import resolve_verifier
 from storage.errors import ReplicaFailed, StatehouseError
@@ -221,11 +222,10 @@ class ReplicaActor:
         lengths = [len(ids) for ids in unit.token_ids]
         return self._sources.complete_teacher(lengths, unit.known, self._teacher, join(given) if given else None)
 
-    def generate(self, unit: GenerateUnit) -> list[tuple[np.ndarray, str]]:
-        """(token ids, finish reason) of each prompt's response."""
+    def generate(self, unit: GenerateUnit) -> list[Response]:
+        """One response to each prompt."""
         with self._engine:
-            responses = self._replica.generate(unit.token_ids, unit.samplings)
-        return [(np.asarray(response.token_ids, np.int32), response.finish_reason) for response in responses]
+            return respond(self._replica.generate, unit.token_ids, unit.samplings, unit.budgets)
 
     def stop(self) -> None:
         self._replica.stop()

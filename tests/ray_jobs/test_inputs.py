@@ -19,7 +19,7 @@ Prepared = Callable[[Path], Path]
 
 def response(prompt: str, tokens: list[int], sampling: str, finish: str = "stop") -> dict[str, object]:
     row = {"prompt_id": prompt, "token_ids": np.array(tokens, np.int32), "finish_reason": finish}
-    return {**row, "sampling_hash": sampling, "temperature": 0.7, "top_p": 1.0, "seed": 1}
+    return {**row, "sampling_hash": sampling, "temperature": 0.7, "top_p": 1.0, "seed": 1, "forced": None}
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def test_sequences_are_prompt_and_response_with_the_mask_on_the_response(ready: 
     ids = prompts["id"].to_pylist()
     assert inputs.write_responses([response(ids[0], [7, 8, 2], sampling), response(ids[1], [9], sampling, "length")])
     with pytest.raises(StatehouseError, match="2 of 4 prompts have no response yet"):
-        compose_sequences(prompts, inputs.read_responses(sampling), inputs.uri)
+        compose_sequences(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
     assert inputs.write_responses([response(ids[2], [5, 2], sampling), response(ids[3], [], sampling)])
     assert not inputs.write_responses([response(ids[2], [6, 2], sampling), response(ids[3], [1], sampling)])
-    table, counts = compose_sequences(prompts, inputs.read_responses(sampling), inputs.uri)
+    table, counts = compose_sequences(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
     assert counts == {"given": 0, "generated": 3, "length_capped": 1, "empty": 1, "duplicates": 0}
     said = {tuple(np.array(row["token_ids"])[np.array(row["loss_mask"])].tolist()) for row in table.to_pylist()}
     assert said == {(7, 8, 2), (9,), (5, 2)}
@@ -110,14 +110,14 @@ def test_responses_drawn_with_other_settings_are_other_responses(ready: Recipe) 
     hotter = ready.model_copy(update={"generation": ready.generation.model_copy(update={"temperature": 1.0})})
     assert sampling_hash(hotter, verifier) != sampling_hash(ready, verifier)
     inputs.write_responses([response("p", [1], sampling_hash(hotter, verifier))])
-    assert inputs.read_responses(sampling_hash(ready, verifier)) == {}
+    assert inputs.read_responses({"p": sampling_hash(ready, verifier)}) == {}
 
 
 def test_a_damaged_response_file_is_named(ready: Recipe) -> None:
     inputs = Inputs(ready.dataset.inputs_uri)
     inputs.store.put("responses/x.parquet", b"junk")
     with pytest.raises(StatehouseError, match=r"responses/x\.parquet: damaged; delete it"):
-        inputs.read_responses("s")
+        inputs.read_responses({"p": "s"})
 
 
 def test_the_contract_says_what_the_verifier_is(ready: Recipe) -> None:

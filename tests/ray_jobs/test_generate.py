@@ -1,0 +1,184 @@
+"""Responses are drawn as their source asks, kept as they are, counted, and never drawn twice."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from jobs import Finished
+from tiny_run import InProcess
+
+from ray_jobs import generate, job
+from ray_jobs.generate import make_units, prompt_seed, settings_of, tally
+from ray_jobs.inputs import Inputs, compose_sequences, open_verifier, sampling_hash, sampling_hashes
+from ray_jobs.prompts import load_tokenizer
+from ray_jobs.recipe import load_recipe
+from ray_jobs.thinking import Response
+from storage.errors import RecipeError
+
+Make = Callable[..., Path]
+Prepared = Callable[[Path], Path]
+SOURCES = {"numbers": {"temperature": 0.0, "top_p": 0.5, "max_new_tokens": 3, "stop": ["<|im_start|>"]}}
+
+
+def stored(uri: str) -> list[dict[str, Any]]:
+    files = sorted(Path(f"{uri}-inputs/responses").glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def answer(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, replicas: Any = None) -> None:
+    recipe = load_recipe(path, list(overrides))
+    monkeypatch.setattr(job, "start_ray", lambda: None)
+    generate.run(recipe, argparse.Namespace(), replicas or InProcess(recipe))
+
+
+def test_every_source_has_its_settings_and_every_prompt_its_seed(recipe: Make, prepared: Prepared) -> None:
+    path = prepared(recipe(generation={"temperature": 0.9, "max_new_tokens": 500, "sources": SOURCES}))
+    loaded = load_recipe(path)
+    verifier = open_verifier(loaded)
+    tokenizer = load_tokenizer(verifier.folder)
+    settings = settings_of(loaded, ["numbers", "other"], tokenizer)
+    rows = [
+        {"id": "a", "source": "numbers", "token_ids": [5] * 10},
+        {"id": "b", "source": "other", "token_ids": [5] * 10},
+    ]
+    (unit,) = make_units(loaded, rows, settings)
+    assert [(one.temperature, one.top_p, one.max_new_tokens) for one in unit.samplings] == [
+        (0.0, 0.5, 3),
+        (0.9, 0.95, 150),
+    ]
+    assert [one.stop_token_ids for one in unit.samplings] == [(1,), ()]
+    assert [one.seed for one in unit.samplings] == [prompt_seed(0, "a"), prompt_seed(0, "b")]
+    with pytest.raises(RecipeError, match="generation.sources.numbers: no prompt comes from it; the sources are other"):
+        settings_of(loaded, ["other"], tokenizer)
+    with pytest.raises(RecipeError, match="generation.think_tokens: expected a single token"):
+        settings_of(load_recipe(path, ["generation.thinking_budget=3"]), ["numbers"], tokenizer)
+
+
+def test_changed_settings_of_one_source_leave_the_others_answers_alone(recipe: Make) -> None:
+    plain, changed = load_recipe(recipe()), load_recipe(recipe(generation={"sources": SOURCES}))
+    verifier = open_verifier(plain)
+    assert sampling_hash(plain, verifier, "other") == sampling_hash(changed, verifier, "other")
+    assert sampling_hash(plain, verifier, "numbers") != sampling_hash(changed, verifier, "numbers")
+
+
+def test_what_was_capped_or_empty_or_cut_short_in_thinking_is_counted() -> None:
+    ids = [np.array(one, np.int32) for one in ([], [2], [7, 2], [7, 7, 9])]
+    responses = [Response(one, "length" if len(one) == 3 else "stop", 1 if len(one) == 3 else None) for one in ids]
+    assert tally(responses, frozenset([2])) == Counter(
+        responses=4, tokens=6, length_capped=1, empty=2, thinking_ended=1
+    )
+
+
+def test_a_job_that_dies_between_two_units_draws_nothing_twice(
+    recipe: Make, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prepared(recipe(generation={"batch_size": 5, "max_new_tokens": 3}))
+    loaded = load_recipe(path)
+    replicas = InProcess(loaded)
+    drawn: list[str] = []
+
+    class Dying(InProcess):
+        def __init__(self, after: int) -> None:
+            self.after, self.actors, self.restarts = after, [], 0
+
+        def run(self, method: str, units: Any, done: Any, _waiting: Any) -> None:
+            for number, unit in enumerate(units):
+                if number == self.after:
+                    raise KeyboardInterrupt
+                drawn.extend(unit.prompt_ids)
+                done(unit, replicas.actor.generate(unit))
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(path, monkeypatch, replicas=Dying(2))
+    before = stored(loaded.dataset.uri)
+    assert len(before) == 10
+    answer(path, monkeypatch, replicas=Dying(99))
+    answer(path, monkeypatch, replicas=Dying(0))  # nothing is left to draw
+    rows = stored(loaded.dataset.uri)
+    assert Counter(drawn) == dict.fromkeys(drawn, 1)
+    assert sorted(row["prompt_id"] for row in rows) == sorted(drawn)
+    assert all(row in rows for row in before)
+    assert {(row["temperature"], row["top_p"]) for row in rows} == {(0.7, 0.95)}
+    assert {row["seed"] for row in rows} == {prompt_seed(0, row["prompt_id"]) for row in rows}
+    verifier = open_verifier(loaded)
+    inputs = Inputs(loaded.dataset.inputs_uri)
+    prompts = inputs.read_prompts(loaded, verifier, "extract")
+    responses = inputs.read_responses(sampling_hashes(loaded, verifier, prompts))
+    sequences, _ = compose_sequences(prompts, responses, inputs.uri)
+    how = {row["id"]: row for row in pq.read_table(f"{inputs.uri}/generated.parquet").to_pylist()}
+    assert sorted(how) == sequences["id"].to_pylist()
+    by_prompt = {row["prompt_id"]: row for row in rows}
+    for row in how.values():
+        assert {
+            name: row[name] for name in ("seed", "finish_reason", "temperature", "top_p", "forced")
+        }.items() <= by_prompt[row["prompt_id"]].items()
+    summary = json.loads(Path(f"{loaded.dataset.inputs_uri}/generate.json").read_text())
+    assert summary["responses"] == 24
+    assert summary["length_capped"] == sum(row["finish_reason"] == "length" for row in rows)
+    assert summary["sources"]["numbers"]["settings"]["max_new_tokens"] == 3
+
+
+def test_a_thinking_budget_ends_a_real_verifiers_thinking(
+    recipe: Make, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The template's own marks stand for a think block, which every prompt then leaves open.
+    generation = {"max_new_tokens": 12, "thinking_budget": 5, "think_tokens": ["<|im_start|>", "<|im_end|>"]}
+    path = prepared(recipe([{"prompt": f"Say {n}."} for n in range(4)], generation=generation))
+    answer(path, monkeypatch)
+    loaded = load_recipe(path)
+    inputs, verifier = Inputs(loaded.dataset.inputs_uri), open_verifier(loaded)
+    prompts = inputs.read_prompts(loaded, verifier, "extract")
+    responses = inputs.read_responses(sampling_hashes(loaded, verifier, prompts))
+    ended = [one for one in responses.values() if one.forced is not None]
+    assert ended
+    assert all(one.forced == 5 and one.token_ids[5] == 2 and len(one.token_ids) <= 12 for one in ended)
+    table, counts = compose_sequences(prompts, responses, inputs.uri)
+    assert counts["generated"] == 4
+    masks = {len(row["token_ids"]) - sum(row["loss_mask"]) for row in table.to_pylist()}
+    lengths = {len(row["token_ids"]) for row in prompts.to_pylist()}
+    assert masks <= lengths | {length + 1 for length in lengths}  # the forced token does not count
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(280)
+def test_a_driver_killed_half_way_through_keeps_every_stored_answer(
+    recipe: Make,
+    prepared: Prepared,
+    start_job: Callable[..., subprocess.Popen[str]],
+    run_job: Callable[..., Finished],
+    tmp_path: Path,
+) -> None:
+    rows = [{"prompt": f"Say the number {n}."} for n in range(200)]
+    path = prepared(recipe(rows, generation={"batch_size": 4, "max_new_tokens": 8}))
+    folder = tmp_path / "dataset-inputs" / "responses"
+    process = start_job("generate", path)
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("*.parquet"))) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {file.name: file.stat().st_mtime_ns for file in folder.glob("*.parquet")}
+    assert len(before) < 50
+    finished = run_job("generate", path)
+    assert finished.code == 0, finished.err
+    after = {file.name: file.stat().st_mtime_ns for file in folder.glob("*.parquet")}
+    assert {name: after[name] for name in before} == before
+    assert f"answered_before={4 * len(before)}" in finished.err
+    answered = Counter(row["prompt_id"] for row in stored(str(tmp_path / "dataset")))
+    assert len(answered) == 200
+    assert set(answered.values()) == {1}
