@@ -36,7 +36,8 @@ def expand(path: str) -> list[str]:
 
     try:
         filesystem, pattern = fsspec.url_to_fs(path)
-        found = sorted(filesystem.glob(pattern)) if any(c in path for c in "*?[") else [pattern]
+        filesystem.invalidate_cache()  # listings are kept for as long as the process lives, and with them ETags
+        found = sorted(filesystem.glob(pattern)) if _is_glob(path) else [pattern]
         files = []
         for name in found:
             if filesystem.isfile(name):
@@ -65,7 +66,7 @@ def _dataset_files(filesystem: Any, folder: str, path: str) -> list[str]:
             )
         folder = f"{folder}/{splits[0]}"
     if not filesystem.exists(f"{folder}/{_STATE}"):
-        if any(c in path for c in "*?["):
+        if _is_glob(path):
             return []
         raise RecipeError(
             f"prompts: {path}: is a folder, and no Hugging Face dataset on disk ({_STATE} is missing); "
@@ -73,6 +74,10 @@ def _dataset_files(filesystem: Any, folder: str, path: str) -> list[str]:
         )
     state = json.loads(filesystem.cat_file(f"{folder}/{_STATE}"))
     return [f"{folder}/{file['filename']}" for file in state["_data_files"]]
+
+
+def _is_glob(path: str) -> bool:
+    return any(character in path for character in "*?[")
 
 
 def input_files(recipe: Recipe) -> list[PromptFile]:
@@ -87,7 +92,7 @@ def files_of(sources: Iterable[PromptSource]) -> list[PromptFile]:
         for path in expand(entry.path):
             source = entry.source or PurePosixPath(path).name.split(".")[0]
             if entry.source is None and path.endswith(".arrow"):  # all are called data-00000-of-00001
-                source = PurePosixPath(entry.path.rstrip("/")).name
+                source = PurePosixPath(path).parent.name if _is_glob(entry.path) else PurePosixPath(entry.path).name
             files.setdefault(path, PromptFile(path, source, entry))
     return list(files.values())
 

@@ -292,6 +292,7 @@ def test_a_dataset_on_disk_is_read_like_files(tmp_path: Path, tokenizer: Any, li
         files = files_of([PromptSource(path=str(path))])
         assert [file.source for file in files] == [path.name] * 2
         assert [row["id"] for file in files for row in prepare_file(file, tokenizer, limits)] == expected
+    assert [file.source for file in files_of([PromptSource(path=str(tmp_path / "s*/train"))])] == ["train"] * 2
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(RecipeError, match="holds the splits train, test; name one of them"):
         expand(str(tmp_path / "set"))
@@ -353,7 +354,7 @@ def test_no_row_raises_but_a_reject(tokenizer: Any, limits: Limits, row: dict[st
 
 
 @pytest.mark.usefixtures("s3_server")
-def test_prompts_on_object_storage_are_read_like_files(tokenizer: Any, limits: Limits) -> None:
+def test_prompts_on_object_storage_are_read_like_files(tokenizer: Any, limits: Limits, tmp_path: Path) -> None:
     text = "".join(json.dumps({"prompt": f"Question {n}?"}) + "\n" for n in range(5))
     store = open_store("s3://statehouse/corpus")
     store.put("a.jsonl.gz", gzip.compress(text.encode()))
@@ -363,6 +364,12 @@ def test_prompts_on_object_storage_are_read_like_files(tokenizer: Any, limits: L
     ids = [[row["id"] for row in prepare_file(one_file(path), tokenizer, limits)] for path in files]
     assert ids[0] == ids[1]
     assert len(ids[0]) == 5
+    save_to_disk(tmp_path / "set", [pa.Table.from_pylist([{"prompt": f"Question {n}?"} for n in range(5)])])
+    for file in (tmp_path / "set").iterdir():
+        store.put(f"set/{file.name}", file.read_bytes())
+    (arrow,) = files_of([PromptSource(path="s3://statehouse/corpus/set")])
+    assert arrow.source == "set"
+    assert [row["id"] for row in prepare_file(arrow, tokenizer, limits)] == ids[0]
 
 
 @pytest.mark.usefixtures("s3_server")
