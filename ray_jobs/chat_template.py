@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ray_jobs.conversations import Conversation, Message, Reject
@@ -42,15 +43,16 @@ class _Turn:
 
 
 class ChatTemplate:
-    """The chat template of a tokeniser. end_tokens: texts of the tokens that end a turn.
-
-    thinking: passed to the template as `thinking` and `enable_thinking`; None leaves the template's own default.
+    """The chat template of a tokeniser. end_tokens: texts of the tokens that end a turn. arguments: what the template is
+    given besides messages and tools.
     """
 
-    def __init__(self, tokenizer: Any, end_tokens: Sequence[str] = (), thinking: bool | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, end_tokens: Sequence[str] = (), arguments: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.tokenizer = tokenizer
         self.end_tokens = tuple(end_tokens)
-        self.arguments = {} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}
+        self.arguments = dict(arguments)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special_tokens = tuple(sorted(special | set(tokenizer.all_special_tokens)))
         self._arguments_as_text: bool | None = None

@@ -112,7 +112,7 @@ def tokenise(
     if forms[0] == "text":
         return _plain_text(row["text"], tokenizer, limits, entry)
     conversation = conversation_of({key: row[key] for key in row if key not in FORMS or key == forms[0]})
-    template = _template(tokenizer, limits.end_ids, entry.thinking)
+    template = _template(tokenizer, limits.end_ids, entry.thinking, tuple(sorted(entry.template_args.items())))
     if not conversation.given:
         text = template.prompt(conversation)
         ids = _ids(tokenizer, text)
@@ -130,8 +130,12 @@ def tokenise(
 
 
 @lru_cache(maxsize=8)
-def _template(tokenizer: Any, ends: frozenset[int], thinking: bool | None) -> ChatTemplate:
-    return ChatTemplate(tokenizer, [str(tokenizer.decode([token])) for token in sorted(ends)], thinking)
+def _template(
+    tokenizer: Any, ends: frozenset[int], thinking: bool | None, more: tuple[tuple[str, Any], ...]
+) -> ChatTemplate:
+    arguments = {} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}
+    ends_as_text = [str(tokenizer.decode([token])) for token in sorted(ends)]
+    return ChatTemplate(tokenizer, ends_as_text, {**arguments, **dict(more)})
 
 
 def encode(tokenizer: Any, rendered: Rendered) -> tuple[list[int], list[bool]]:

@@ -69,6 +69,8 @@ class PromptSource(Section):
     max_length: int | None = Field(default=None, gt=1)
     # Passed to the chat template as `thinking` and `enable_thinking`; its own default when left out.
     thinking: bool | None = None
+    # What else the chat template takes, such as Llama 3's date_string, which is today's date when left out.
+    template_args: dict[str, bool | int | str] = Field(default_factory=dict)
 
 
 class SamplingConfig(Section):

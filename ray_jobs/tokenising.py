@@ -11,7 +11,7 @@ import pyarrow as pa
 from ray_jobs.prompt_files import PromptFile, read_lines
 from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, end_ids, load_tokenizer, prepare_line
 from ray_jobs.verifier import resolve_verifier
-from storage.errors import RecipeError
+from storage.errors import RecipeError, StatehouseError
 
 _LINES = 64
 # One row of the corpus. `rows` closes a file: how many were read; `error` says why it could not be.
@@ -60,7 +60,11 @@ def _tokeniser(model: str, revision: str | None, trust: bool) -> tuple[Any, froz
 def tokenise_block(
     batch: pa.Table, files: list[PromptFile], verifier: tuple[str, str | None, bool], limits: Limits
 ) -> Iterator[pa.Table]:
-    tokenizer, ends = _tokeniser(*verifier)
+    try:
+        tokenizer, ends = _tokeniser(*verifier)
+    except StatehouseError as error:  # this node lacks the verifier
+        yield pa.Table.from_pylist([{"at": batch["at"][0].as_py(), "error": str(error)}], schema=DONE_SCHEMA)
+        return
     limits = Limits(limits.vocab_size, limits.max_length, ends)
     done: list[dict[str, Any]] = []
     for row in batch.to_pylist():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +52,17 @@ TOOLS = (
 
 def with_template(folder: Path, template: str, marks: list[str], end: str) -> Any:
     """The tokeniser of a folder, with another template and special tokens of its own."""
+    tokenizer = copy.copy(_with_marks(folder, tuple(marks), end))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def _with_marks(folder: Path, marks: tuple[str, ...], end: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([mark for mark in marks if mark], special_tokens=True)
-    tokenizer.chat_template = template
+    tokenizer.add_tokens(list(marks), special_tokens=True)
     tokenizer.eos_token = end
     return tokenizer
 

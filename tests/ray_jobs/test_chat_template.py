@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -61,6 +62,12 @@ def test_it_holds_for_any_words(make: Make, turns: list[tuple[str, str]], name: 
     tokenizer = make(getattr(templates, name))
     messages = [message for ask, answer in turns for message in (user(ask), bot(answer))]
     assert said(tokenizer, {"messages": messages}) == [[answer + END for _, answer in turns]]
+
+
+def test_the_template_is_given_what_the_recipe_says(make: Make) -> None:
+    tokenizer = make("<|sys|>{{ date_string | default('today') }}<|end|>" + templates.PLAIN)
+    made = prepared(tokenizer, {"prompt": "Hi?"}, template_args={"date_string": "26 Jul 2024"})
+    assert tokenizer.decode(made[0]["token_ids"]) == "<|sys|>26 Jul 2024<|end|><|user|>Hi?<|end|>\n<|bot|>"
 
 
 def test_generation_tags_agree_with_transformers(make: Make) -> None:
@@ -161,6 +168,7 @@ def test_a_tokeniser_that_begins_every_text_with_a_space_is_cut_by_offsets(smoll
 
     tokenizer = with_template(smollm2, "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}"
                               "{% if add_generation_prompt %}assistant:{% endif %}", MARKS, END)  # fmt: skip
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence([ByteLevel(add_prefix_space=True)])
     (sequence,) = prepared(tokenizer, {"messages": [user("Hi?"), bot("Hello.")]})
     assert masked_in(tokenizer, sequence) == [" Hello.<|end|>"]

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from ray_jobs.generate import make_units, prompt_seed, settings_of, tally
 from ray_jobs.inputs import Inputs, compose_sequences, open_verifier, sampling_hash, sampling_hashes
 from ray_jobs.prompts import load_tokenizer
 from ray_jobs.recipe import load_recipe
-from ray_jobs.thinking import Response
+from ray_jobs.replicas import open_replica
+from ray_jobs.replicas.replica import ReplicaConfig, Sampling
+from ray_jobs.thinking import Budget, Response, respond
+from ray_jobs.verifier import default_capture_layers
 from storage.errors import RecipeError
 
 Make = Callable[..., Path]
@@ -182,3 +186,39 @@ def test_a_driver_killed_half_way_through_keeps_every_stored_answer(
     answered = Counter(row["prompt_id"] for row in stored(str(tmp_path / "dataset")))
     assert len(answered) == 200
     assert set(answered.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.timeout(280)
+def test_sglang_goes_on_behind_a_forced_token_as_if_it_had_said_it_and_draws_the_same_in_two_rounds(
+    smollm2: Path,
+) -> None:
+    pytest.importorskip("sglang")
+    tokenizer = load_tokenizer(str(smollm2))
+    config = ReplicaConfig(dtype="float32", start_timeout_s=240, request_timeout_s=120)
+    asked = [f"Name {n} animals and say where each of them lives." for n in range(3, 9)]
+    prompts = [
+        np.array(tokenizer(f"<|im_start|>user\n{one}<|im_end|>\n<|im_start|>assistant\n")["input_ids"], np.int32)
+        for one in asked
+    ]
+    opened, closed = (
+        Budget(6, 1, 2),
+        Budget(6, 1, 198),
+    )  # <|im_start|> opens; a line break, the last of the prompt, closes
+    samplings = [Sampling(0.8, 0.95, 24, seed, ignore_eos=True) for seed in range(6)]
+    with open_replica(config, smollm2, default_capture_layers(30)) as replica:
+        free = replica.generate(prompts, samplings)
+        held = respond(replica.generate, prompts, samplings, [opened] * 6)
+        in_two = respond(replica.generate, prompts, samplings, [closed] * 6)
+        behind = replica.generate(
+            [np.concatenate([prompt, one.token_ids[:7]]) for prompt, one in zip(prompts, held, strict=True)],
+            [replace(one, max_new_tokens=17) for one in samplings],
+        )
+    for one, first, rest in zip(held, free, behind, strict=True):
+        assert one.forced == 6
+        assert one.token_ids[:7].tolist() == [*first.token_ids[:6].tolist(), 2]
+        assert one.token_ids[7:].tolist() == rest.token_ids.tolist()
+        assert len(one.token_ids) == 24
+    assert [one.token_ids.tolist() for one in in_two] == [one.token_ids.tolist() for one in free]
+    assert all(one.forced is None for one in in_two)

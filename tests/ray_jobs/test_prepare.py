@@ -106,6 +106,13 @@ def test_a_file_that_breaks_off_ends_the_job_with_its_name(tmp_path: Path, tiny_
             collected.add(block)
 
 
+def test_a_node_without_the_verifier_is_one_clear_error(files: list[PromptFile], tmp_path: Path) -> None:
+    collected = Collected(files)
+    with pytest.raises(RecipeError, match="config.json|no verifier"):
+        for block in blocks(files, tmp_path / "absent", 10):
+            collected.add(block)
+
+
 # ---- docs/prompts.md ---------------------------------------------------------------------------------------------------
 
 
