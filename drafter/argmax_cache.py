@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from drafter.loader import PackedBatch
+from drafter.batch import PackedBatch
 from drafter.loss import loss_rows
 from drafter.verifier_head import VerifierHead
 

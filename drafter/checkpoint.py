@@ -1,7 +1,7 @@
 """Checkpoints of a run: safetensors and JSON, whole or not there.
 
     checkpoints/<update>/model.safetensors       trained parameters, fp32, by their names in the drafter
-    checkpoints/<update>/optimizer.safetensors   `<parameter>.exp_avg` and `<parameter>.exp_avg_sq`
+    checkpoints/<update>/optimizer.safetensors   `<parameter>.<what the optimiser keeps>`: `exp_avg`, `exp_avg_sq`, ...
     checkpoints/<update>/state.json              put last: counters, and sizes and digests of the two
 
 A checkpoint without its state.json was never finished, or is on its way out (state.json is deleted first): it is passed
@@ -9,6 +9,8 @@ over without a word, whenever the writer was killed. One whose files do not fit 
 before is taken, and a line says so. One that names another run (`run_id`: this one was started over since) is passed
 over, too. There is no generator state to keep: after the start, all random numbers are the sampler's, a function of
 seed and epoch.
+
+Files are read in ranges, several at a time: one of many GB as a single request would run into the store's time limit.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from drafter.errors import DrafterError
+from storage.errors import StatehouseError
 from storage.objects import LocalStore, ObjectMissing, ObjectStore
 
 log = logging.getLogger("statehouse")
@@ -34,8 +40,26 @@ log = logging.getLogger("statehouse")
 FOLDER = "checkpoints"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _FORMAT = "statehouse-checkpoint-1"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Bytes of one request, and how many at one time.
+RANGE_BYTES, _RANGES_AT_ONCE = 64 << 20, 4
 _FIX = "restore it from a copy, or start the run over with --fresh"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Weights and optimiser on the CPU, fp32. model: by parameter. moments: by `<parameter>.<kind>`. steps: applied."""
+
+    model: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a snapshot of a drafter holds."""
+
+    model: Mapping[str, tuple[int, ...]]
+    moments: Mapping[str, tuple[int, ...]]
 
 
 class _Damaged(DrafterError):
@@ -55,6 +79,7 @@ class Checkpoints:
     def __init__(self, store: ObjectStore, run_id: str | None = None) -> None:
         self.store, self.run_id = store, run_id
         self._passed_over: set[int] = set()
+        self._found: tuple[int, dict[str, Any], Snapshot] | None = None
 
     def updates(self) -> list[int]:
         """Updates of the finished checkpoints, ascending."""
@@ -62,56 +87,55 @@ class Checkpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def save(
-        self,
-        update: int,
-        trained: Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer,
-        counters: Mapping[str, Any],
-        keep: int,
+        self, update: int, snapshot: Snapshot, counters: Mapping[str, Any], keep: int, best: int | None = None
     ) -> None:
-        """Stores a checkpoint after `update` updates, then deletes all but the newest `keep` finished ones.
+        """Stores a checkpoint after `update` updates, then deletes all but the newest `keep` finished ones and `best`.
 
-        trained: the parameters by name, those of `optimizer`. counters: what JSON can hold.
-        A whole one of this update stays as it is. Later ones go where `newest` passed over them.
+        counters: what JSON can hold. A whole one of this update stays as it is. Later ones go where `newest` passed over
+        them.
         """
+        self._found = None
         if update in self.updates():
+            shapes = Shapes(
+                *({name: tuple(one.shape) for name, one in part.items()} for part in (snapshot.model, snapshot.moments))
+            )
             try:
-                self._read(update, trained)
+                self._read(update, shapes)
             except _Damaged:
                 self.store.delete(f"{_folder(update)}/{STATE}")
             else:
                 self._passed_over.discard(update)
-                self._prune(update, keep)
+                self._prune(update, keep, best)
                 return
-        files = {
-            MODEL: save({name: one.detach().cpu().contiguous() for name, one in trained.items()}),
-            OPTIMIZER: save(_moments(trained, optimizer)),
-        }
+        files, described = ((MODEL, snapshot.model), (OPTIMIZER, snapshot.moments)), {}
+        folder = _folder(update)
+        for name, tensors in files:
+            data = save(tensors)
+            described[name] = {"bytes": len(data), "sha256": _sha256(data)}
+            self.store.put(f"{folder}/{name}", data)
+            del data  # before the next one is made
         state = {
             "format": _FORMAT,
             "update": update,
             "run_id": self.run_id or "",
             **counters,
-            "optimizer_steps": _steps(trained, optimizer),
-            "files": {name: {"bytes": len(data), "sha256": _sha256(data)} for name, data in files.items()},
+            "optimizer_steps": snapshot.steps,
+            "files": described,
         }
-        folder = _folder(update)
-        for name, data in files.items():
-            self.store.put(f"{folder}/{name}", data)
         self.store.put(f"{folder}/{STATE}", json.dumps(state, indent=1).encode() + b"\n")
         self._passed_over.discard(update)
-        self._prune(update, keep)
+        self._prune(update, keep, best)
 
-    def newest(self, trained: Mapping[str, Tensor]) -> int | None:
-        """The update of the newest whole checkpoint for these parameters; None when none was ever finished.
+    def newest(self, shapes: Shapes) -> int | None:
+        """The update of the newest whole checkpoint of these shapes; None when none was ever finished.
 
-        A damaged one is named in a warning, and passed over. Raises DrafterError when all are damaged, or when a
-        whole one holds other tensors than these parameters.
+        A damaged one is named in a warning, and passed over. What was read is kept for `load`. Raises DrafterError when
+        all are damaged, or when a whole one holds other tensors.
         """
         damage = None
         for update in reversed(self.updates()):
             try:
-                self._read(update, trained)
+                self._found = (update, *self._read(update, shapes))
             except _Foreign:
                 self._passed_over.add(update)
             except _Damaged as error:
@@ -124,18 +148,10 @@ class Checkpoints:
             raise DrafterError(f"{damage}; no other checkpoint is left: {_FIX}")
         return None
 
-    def load(self, update: int, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Puts the checkpoint into parameters and optimiser, and returns its state.json. Raises DrafterError."""
-        state, model, moments = self._read(update, trained)
-        steps = float(state["optimizer_steps"])
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(model[name])
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(steps, device=parameter.device),
-                    **{kind: moments[f"{name}.{kind}"].to(parameter.device) for kind in _MOMENTS},
-                }
-        return state
+    def load(self, update: int, shapes: Shapes) -> tuple[dict[str, Any], Snapshot]:
+        """state.json of the checkpoint, and what it holds; read now, unless `newest` just did. Raises DrafterError."""
+        found, self._found = self._found, None
+        return found[1:] if found is not None and found[0] == update else self._read(update, shapes)
 
     def clear(self) -> None:
         """Deletes all checkpoints."""
@@ -144,16 +160,13 @@ class Checkpoints:
         for key in self.store.sizes(FOLDER):
             self._delete(key)
 
-    def _read(
-        self, update: int, trained: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    def _read(self, update: int, shapes: Shapes) -> tuple[dict[str, Any], Snapshot]:
         """state.json and the two files, checked. Raises _Damaged, or DrafterError for tensors of another drafter."""
         folder = _folder(update)
         state = self._state(f"{folder}/{STATE}", update)
-        shapes = {name: tuple(one.shape) for name, one in trained.items()}
-        moments = {f"{name}.{kind}": shape for name, shape in shapes.items() for kind in _MOMENTS}
-        model = self._tensors(f"{folder}/{MODEL}", state["files"][MODEL], shapes)
-        return state, model, self._tensors(f"{folder}/{OPTIMIZER}", state["files"][OPTIMIZER], moments)
+        model = self._tensors(f"{folder}/{MODEL}", state["files"][MODEL], shapes.model)
+        moments = self._tensors(f"{folder}/{OPTIMIZER}", state["files"][OPTIMIZER], shapes.moments)
+        return state, Snapshot(model, moments, int(state["optimizer_steps"]))
 
     def _state(self, key: str, update: int) -> dict[str, Any]:
         where = f"{self.store.uri}/{key}"
@@ -180,7 +193,7 @@ class Checkpoints:
     ) -> dict[str, Tensor]:
         where = f"{self.store.uri}/{key}"
         try:
-            data = self.store.get(key)
+            data = read_whole(self.store, key)
         except ObjectMissing as error:
             raise _Damaged(str(error)) from None
         as_written = len(data) == expected["bytes"] and _sha256(data) == expected["sha256"]
@@ -206,9 +219,9 @@ class Checkpoints:
             )
         return tensors
 
-    def _prune(self, newest: int, keep: int) -> None:
+    def _prune(self, newest: int, keep: int, best: int | None) -> None:
         finished = self.updates()
-        kept = set([one for one in finished if one <= newest and one not in self._passed_over][-keep:])
+        kept = {*[one for one in finished if one <= newest and one not in self._passed_over][-keep:], best}
 
         def goes(update: int) -> bool:
             """Later ones are another driver's, who has taken over, unless this one saw that they are of no use."""
@@ -236,15 +249,54 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _moments(trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's running means; zeros before its first step, when it has none."""
-    return {
-        f"{name}.{kind}": optimizer.state.get(one, {}).get(kind, torch.zeros_like(one)).detach().cpu().contiguous()
-        for name, one in trained.items()
-        for kind in _MOMENTS
-    }
+def read_whole(store: ObjectStore, key: str) -> bytes:
+    """The object, in ranges of at most RANGE_BYTES. Raises ObjectMissing."""
+    _, size = store.get_tail(key, 1)
+    if size <= RANGE_BYTES:
+        return store.get(key)
+    data = bytearray(size)
+
+    def fetch(start: int) -> None:
+        part = store.get_range(key, start, min(RANGE_BYTES, size - start))
+        data[start : start + len(part)] = part
+
+    with ThreadPoolExecutor(_RANGES_AT_ONCE) as pool:
+        list(pool.map(fetch, range(0, size, RANGE_BYTES)))
+    return bytes(data)
 
 
-def _steps(trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Updates that the optimiser applied: the same for all parameters."""
-    return max((int(optimizer.state.get(one, {}).get("step", 0)) for one in trained.values()), default=0)
+class Writer:
+    """Writes checkpoints while training goes on: in a thread, never two at once."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: StatehouseError | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begins to write. The one before must have been waited for."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                write()
+            except StatehouseError as error:
+                self._error = error
+            except Exception as error:  # told in the trainer's own thread, not printed in this one
+                self._error = DrafterError(
+                    f"a checkpoint could not be written: unexpected {type(error).__name__}: {error}"
+                )
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def failed(self) -> bool:
+        """Whether the writing has ended in an error, without waiting for it."""
+        return self._error is not None
+
+    def wait(self) -> StatehouseError | None:
+        """The end of what is being written, and its error, if it ended in one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error

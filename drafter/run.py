@@ -5,7 +5,9 @@ owner.json               which driver trains it: the one that started last
 checkpoints/<update>/    model.safetensors, optimizer.safetensors, state.json (put last: it commits the checkpoint)
 metrics.jsonl            one line an update, as of the newest checkpoint
 drafter/                 config.json, model.safetensors: the finished drafter as SGLang serves it
+tensorboard/             event files, one of each start of the run
 summary.json             put last of all: the run is finished
+report.html, curves.png  loss and accuracy over updates, drawn by `ray_jobs.train` when it is done
 evaluation.json, evaluation.svg, serve.json    what `ray_jobs.evaluate` and `ray_jobs.serve` found
 walks.npz                evaluate's rounds of a drafter with the whole vocabulary: what `vocab.walks` reads
 """
@@ -28,6 +30,7 @@ from drafter.model import Drafter
 from storage.objects import ObjectMissing, open_store
 
 RUN, OWNER, METRICS, SUMMARY = "run.json", "owner.json", "metrics.jsonl", "summary.json"
+REPORT, CURVES, TENSORBOARD = "report.html", "curves.png", "tensorboard"
 EVALUATION, EVALUATION_PLOT, SERVED = "evaluation.json", "evaluation.svg", "serve.json"
 WALKS = "walks.npz"
 _DRAFTER = "drafter"
@@ -151,7 +154,18 @@ class Run:
         self.store.delete(SUMMARY)
         self.checkpoints.clear()
         drafter = (f"{_DRAFTER}/{CONFIG}", f"{_DRAFTER}/{TENSORS}")
-        for name in (EVALUATION, EVALUATION_PLOT, WALKS, SERVED, *drafter, METRICS, RUN):
+        for name in (
+            EVALUATION,
+            EVALUATION_PLOT,
+            WALKS,
+            SERVED,
+            REPORT,
+            CURVES,
+            *drafter,
+            *self.store.sizes(TENSORBOARD),
+            METRICS,
+            RUN,
+        ):
             self.store.delete(name)
 
     def _json(self, name: str) -> dict[str, Any] | None:

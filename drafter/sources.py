@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from drafter.errors import DrafterError
 from drafter.recipe import DrafterSection, TrainingSection
-from drafter.sampler import check_lengths
+from drafter.sampler import Rows, check_lengths, cut
 from drafter.verifier_weights import VerifierWeights, read_verifier_weights
 from drafter.weights_hash import weights_hash
 from storage import Dataset, open_dataset
 from storage.errors import ContractMismatch
+from storage.mix import Filter, Mixture, Part
 from storage.objects import ObjectMissing, open_store
 from vocab.mapping import HEADER, TENSORS, DraftVocab
 from vocab.split import held_out_mask
@@ -44,19 +47,71 @@ class Request:
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What can be trained on, numbered from 0: whole sequences, or pieces of long ones.
+
+    row: [I] of the mixture. low: [I] first token of it. length: [I] tokens. shard: [I] numbered over all datasets.
+    part: [I] number of its dataset. All int64.
+    """
+
+    row: NDArray[np.int64]
+    low: NDArray[np.int64]
+    length: NDArray[np.int64]
+    shard: NDArray[np.int64]
+    part: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, mixture: Mixture, training: TrainingSection) -> Items:
+        """All sequences of the mixture in pieces, less those that are dropped for their length."""
+        sequences = mixture.sequences
+        row, length = np.arange(len(sequences)), sequences["length"].to_numpy().astype(np.int64)
+        if training.max_length is not None and training.long_sequences == "drop":
+            row = np.flatnonzero(length <= training.max_length)
+        longest = training.max_length or max(1, int(length.max(initial=1)))
+        piece, low, tokens = cut(length[row], longest)
+        row = row[piece]
+        part = sequences["dataset"].to_numpy().astype(np.int64)[row]
+        sizes = np.array([dataset.plan.geometry.shards for dataset in mixture.datasets])
+        shard = sequences["shard"].to_numpy().astype(np.int64)[row] + (np.cumsum(sizes) - sizes)[part]
+        return cls(row.astype(np.int64), low, tokens, shard, part)
+
+    def rows(self, chosen: NDArray[np.int64], weights: tuple[float, ...]) -> Rows:
+        """For the sampler, whose row r is item chosen[r]."""
+        return Rows(self.length[chosen], self.shard[chosen], self.part[chosen], weights)
+
+
 @dataclass(frozen=True)
 class Sources:
-    """What training reads, checked against each other. training_rows, held_rows: rows of the dataset, ascending."""
+    """What training reads, checked against each other. training_items, held_items: numbers of items, ascending."""
 
-    dataset: Dataset
+    mixture: Mixture
     vocabulary: DraftVocab
-    training_rows: NDArray[np.int64]
-    held_rows: NDArray[np.int64]
+    items: Items
+    training_items: NDArray[np.int64]
+    held_items: NDArray[np.int64]
+
+    @property
+    def dataset(self) -> Dataset:
+        """The first one, whose contract all share."""
+        return self.mixture.datasets[0]
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(part.weight for part in self.mixture.parts)
+
+    def sequences(self, items: NDArray[np.int64]) -> int:
+        """How many sequences these items are of."""
+        return len(np.unique(self.items.row[items]))
 
     def identity(self, request: Request) -> dict[str, Any]:
         """What makes a run what it is: with any of these different, the same checkpoint cannot be carried on."""
         return {
             "dataset": self.dataset.fingerprint,
+            "datasets": {
+                one.fingerprint: part.weight
+                for one, part in zip(self.mixture.datasets, self.mixture.parts, strict=True)
+            },
             "contract": self.dataset.contract.hash,
             "draft_vocabulary": self.vocabulary.hash,
             "verifier_weights": self.dataset.contract.weights_hash,
@@ -65,34 +120,62 @@ class Sources:
             "evaluation": {"held_out": request.held_out, "seed": request.split_seed},
         }
 
+    def where(self) -> list[dict[str, Any]]:
+        """Of each dataset: where it was found, its fingerprint, its sequences that are used. For a run's provenance."""
+        used = np.bincount(self.items.part, minlength=len(self.mixture.datasets))
+        return [
+            {"uri": one.uri, "fingerprint": one.fingerprint, "weight": part.weight, "items": int(count)}
+            for one, part, count in zip(self.mixture.datasets, self.mixture.parts, used, strict=True)
+        ]
 
-def open_sources(request: Request) -> Sources:
-    """Opens dataset and draft vocabulary, and checks that there is something to train on, in sequences that fit.
 
-    Raises StatehouseError: no dataset, one that is not sealed, a draft vocabulary that is not there or of another
-    verifier, no loss tokens, a sequence longer than a micro-batch.
+def open_sources(request: Request, open_one: Callable[[str], Dataset] = open_dataset) -> Sources:
+    """Opens datasets and draft vocabulary, and checks that there is something to train on, in sequences that fit.
+
+    open_one: opens a dataset, through a cache for instance. Raises StatehouseError: no dataset, one that is not sealed,
+    contracts that differ, a draft vocabulary that is not there or of another verifier, no loss tokens, a sequence
+    longer than a micro-batch.
     """
-    dataset = open_dataset(request.dataset)
-    contract = dataset.contract
+    mixture = _open_mixture(request, open_one)
+    contract, uri = mixture.contract, mixture.datasets[0].uri
     if contract.final_state != "post_norm":
         raise DrafterError(
-            f"{dataset.uri}: final_state: expected post_norm, which the verifier's lm_head reads, "
+            f"{uri}: final_state: expected post_norm, which the verifier's lm_head reads, "
             f"found {contract.final_state}; extract the dataset with it"
         )
-    vocabulary = _open_vocabulary(request.vocabulary, dataset)
-    sequences = dataset.sequences
-    held = held_out_mask(sequences["group"].to_pylist(), request.held_out, request.split_seed)
-    loss_tokens = sequences["loss_tokens"].to_numpy()
+    vocabulary = _open_vocabulary(request.vocabulary, mixture.datasets[0])
+    items = Items.of(mixture, request.training)
+    held = held_out_mask(mixture.sequences["group"].to_pylist(), request.held_out, request.split_seed)[items.row]
     # A row counts where two tokens in a row bear loss (drafter.loss): a sequence with fewer teaches nothing.
-    teaches = loss_tokens >= 2
+    teaches = (mixture.sequences["loss_tokens"].to_numpy() >= 2)[items.row]
     if not (teaches & ~held).any():
         raise DrafterError(
-            f"{dataset.uri}: no loss tokens to train on: {len(sequences)} sequences, {int(held.sum())} of them held out, "
+            f"{uri}: no loss tokens to train on: {len(items.row)} sequences, {int(held.sum())} of them held out, "
             f"and no other with two loss tokens or more; check the prompts' loss masks, or lower evaluation.held_out"
         )
-    rows = np.flatnonzero(teaches & ~held), np.flatnonzero(teaches & held)
-    check_lengths(sequences["length"].to_numpy()[teaches], request.training.micro_batch_tokens)
-    return Sources(dataset, vocabulary, rows[0].astype(np.int64), rows[1].astype(np.int64))
+    chosen = (np.flatnonzero(teaches & side).astype(np.int64) for side in (~held, held))
+    check_lengths(items.length[teaches], request.training.micro_batch_tokens)
+    return Sources(mixture, vocabulary, items, *chosen)
+
+
+def _open_mixture(request: Request, open_one: Callable[[str], Dataset]) -> Mixture:
+    """request.dataset with the others of training.datasets. Raises StatehouseError."""
+    named = {request.dataset: 1.0}
+    for one in request.training.datasets:
+        named[one.uri] = one.weight  # the first one may be named again, to weigh it
+    datasets = [open_one(uri) for uri in named]
+    wanted = request.training.filter
+    known = [set(pc.unique(dataset.sequences["source"]).to_pylist()) for dataset in datasets]
+    if unknown := sorted(set(wanted.sources or ()) - set().union(*known)):
+        raise DrafterError(
+            f"training.filter.sources: expected some of {', '.join(sorted(set().union(*known)))}, found {unknown[0]!r}"
+        )
+    parts = []
+    for (uri, weight), here in zip(named.items(), known, strict=True):
+        sources = None if wanted.sources is None else tuple(name for name in wanted.sources if name in here)
+        where = Filter(sources=sources, min_length=wanted.min_length, max_length=wanted.max_length)
+        parts.append(Part(uri, weight, where))
+    return Mixture(datasets, parts)
 
 
 def _open_vocabulary(uri: str, dataset: Dataset) -> DraftVocab:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +36,12 @@ class Team:
         told = torch.tensor([int(flag)], device=self.device)
         self.add(told)
         return bool(told)
+
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Of these numbers, over the workers, on every worker."""
+        told = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
+        self.add(told)
+        return [float(one) for one in told.tolist()]
 
     def agree(self, error: StatehouseError | None) -> None:
         """Raises on every worker if any has an error: its own, or a line that points at the worker that has one.

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drafter.claim import claim, drafter_config
 from drafter.errors import DrafterError
+from drafter.progress import describe
 from drafter.recipe import DrafterSection, TrainingSection
-from drafter.session import claim, describe, drafter_config, train
+from drafter.session import train
 from drafter.sources import Request, open_sources, open_verifier_weights
 from drafter.team import Team
 from storage.errors import StatehouseError

@@ -1,12 +1,9 @@
 """One update of a drafter: forward and backward over packed micro-batches, summed over workers, clipped, applied.
 
-Gradients lie in one flat fp32 buffer, of which every parameter's `.grad` is a view: accumulation needs no code, and the
-workers' sum is one all_reduce. Not DistributedDataParallel, because it averages over *workers* and wants every worker
-to take as many backward passes, while here micro-batches are dealt out as they come (a worker may have none) and the
-loss of an update is divided by the *positions* of the whole global batch, known only once all have counted. What is
-lost is the overlap of the sum with the backward pass.
+The loss of an update is divided by the *positions* of the whole global batch, known only once all micro-batches have been
+counted; so gradients are summed (drafter.parallel), then divided.
 
-Shape suffixes as in drafter/model.py, and K steps, P trained parameters' numbers.
+Shape suffixes as in drafter/model.py, and K steps.
 """
 
 from __future__ import annotations
@@ -17,20 +14,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafter.argmax_cache import ArgmaxCache
+from drafter.batch import PackedBatch, Planes
+from drafter.checkpoint import Shapes, Snapshot
 from drafter.errors import DrafterError
-from drafter.loader import PackedBatch
 from drafter.loss import Loss, ttt_loss
 from drafter.model import Drafter
+from drafter.optimizer import Optimizer
+from drafter.parallel import Replicated, Sharded, Weights
 from drafter.recipe import DrafterSection, TrainingSection
 from drafter.team import Team
 from drafter.verifier_head import VerifierHead
 from storage.errors import StatehouseError
-
-# Updates in a row without finite numbers, after which a run ends: more is no bad batch but a broken run.
-NON_FINITE_IN_A_ROW = 5
 
 
 @dataclass(frozen=True)
@@ -65,68 +63,88 @@ class Trainer:
     ) -> None:
         self.drafter, self.head, self.section, self.settings, self.team = drafter, head, section, settings, team
         self.cache = ArgmaxCache(head)
-        self.trained = {name: one for name, one in drafter.named_parameters() if one.requires_grad}
-        self.grad_P = torch.zeros(sum(one.numel() for one in self.trained.values()), device=team.device)
-        start = 0
-        for one in self.trained.values():
-            one.grad = self.grad_P[start : start + one.numel()].view_as(one)
-            start += one.numel()
-        decayed = [one for one in self.trained.values() if one.ndim > 1]
-        others = [one for one in self.trained.values() if one.ndim == 1]
-        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+        if settings.recompute:
+            recompute_mlp(drafter)
+        if settings.compile:
+            compile_layer(drafter)
+        self.weights: Weights = (Sharded if settings.parallel == "shard" else Replicated)(drafter, team)
+        self.optimizer = Optimizer(self.weights.trained, settings)
         self.skipped = self.skipped_in_a_row = 0
 
-    def update(self, batches: Iterable[PackedBatch], lr: float) -> Measured:
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        return self.weights.trained
+
+    def update(self, batches: Iterable[PackedBatch | Planes], lr: float) -> Measured:
         """One update from this worker's micro-batches of the global batch, which may be none. lr: for this update.
 
-        An update whose loss or gradient is not finite changes nothing and is counted; several in a row are a
-        DrafterError. An error of the store while reading, on any worker, is raised on all.
+        An update whose loss or gradient is not finite, on any worker, changes nothing and is counted; several in a row
+        are a DrafterError. An error of the store while reading, on any worker, is raised on all.
         """
-        self.grad_P.zero_()
+        self.weights.begin()
         sums, error = self._sums(), None
         try:
             for batch in batches:
-                loss = self._loss(batch)
+                loss = self.weights.forward(lambda batch=batch: self._loss(batch))  # type: ignore[misc]
                 loss.loss.backward()
                 sums += _flat(loss)
         except StatehouseError as caught:
             error = caught
         self.team.agree(error)
         self.team.add(sums)
-        self.team.add(self.grad_P)
+        self.weights.finish()
         positions = int(sums[1])
         if positions == 0:  # nothing to learn from
             return self._measured(sums, grad_norm=0.0)
-        self.grad_P /= positions
-        norm = float(torch.linalg.vector_norm(self.grad_P))
+        norm = self.weights.norm() / positions
         if not math.isfinite(norm) or not math.isfinite(float(sums[0])):
             self._skip(norm)
             return self._measured(sums, grad_norm=norm, skipped=True)
         self.skipped_in_a_row = 0
-        if norm > self.settings.clip:
-            self.grad_P *= self.settings.clip / norm
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        share = min(1.0, self.settings.clip / norm if norm else 1.0) / positions
+        for gradient in self.weights.gradients():
+            gradient *= share
+        self.optimizer.step(lr)
         return self._measured(sums, grad_norm=norm)
 
+    def snapshot(self) -> Snapshot:
+        """Weights and optimiser as they are now, copied to the CPU; empty but on the first worker. All workers call it."""
+        return Snapshot(
+            self.weights.whole(self.trained), self.weights.whole(self.optimizer.moments()), self.optimizer.steps
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Weights and optimiser as they were. All workers call it, each with the whole snapshot."""
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(self.weights.like(parameter, snapshot.model[name]))
+        moments = {
+            name: self.weights.like(self.trained[name.rsplit(".", 1)[0]], one) for name, one in snapshot.moments.items()
+        }
+        self.optimizer.restore(moments, snapshot.steps)
+
+    def shapes(self) -> Shapes:
+        """What a snapshot of this drafter holds."""
+        return Shapes({name: tuple(one.shape) for name, one in self.trained.items()}, self.optimizer.shapes())
+
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[PackedBatch]) -> Measured:
+    def evaluate(self, batches: Iterable[PackedBatch | Planes]) -> Measured:
         """The loss and its counts on this worker's share of the batches, summed over workers; changes nothing."""
         sums, error = self._sums(), None
+        self.weights.gather()
         try:
             for batch in batches:
                 sums += _flat(self._loss(batch))
         except StatehouseError as caught:
             error = caught
         self.team.agree(error)
+        self.weights.release()
         self.team.add(sums)
         return self._measured(sums)
 
-    def _loss(self, batch: PackedBatch) -> Loss:
+    def _loss(self, given: PackedBatch | Planes) -> Loss:
         """The summed loss (not yet divided) of one micro-batch."""
-        batch = self.cache.fill(batch.to(self.team.device))
+        batch = self.cache.fill(given.to(self.team.device))
         narrow = self.settings.dtype == "bfloat16"
         with torch.autocast(self.team.device.type, torch.bfloat16) if narrow else contextlib.nullcontext():
             return ttt_loss(
@@ -149,7 +167,7 @@ class Trainer:
     def _skip(self, norm: float) -> None:
         self.skipped += 1
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= NON_FINITE_IN_A_ROW:
+        if self.skipped_in_a_row >= self.settings.max_skipped:
             raise DrafterError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite (norm {norm}); "
                 f"the newest checkpoint is from before them: lower training.lr (now {self.settings.lr:g}) or "
@@ -161,3 +179,17 @@ def _flat(loss: Loss) -> Tensor:
     """What workers add up, [1 + 3K] float64: summed loss, and of each step its positions, covered and matched ones."""
     counts = torch.cat([loss.positions, loss.covered, loss.matched])
     return torch.cat([loss.loss.detach()[None].double(), counts.double()])
+
+
+def recompute_mlp(drafter: Drafter) -> None:
+    """Lets the MLP, which holds three times its inner width for every row and step, be computed again when it is due."""
+    mlp = drafter.midlayer.mlp
+    forward = mlp.forward
+    mlp.forward = lambda *given: checkpoint(forward, *given, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def compile_layer(drafter: Drafter) -> None:
+    """Compiles what the decoder layer computes row by row; attention is a fused kernel already. Lengths may vary."""
+    layer = drafter.midlayer
+    for name in ("inputs", "outputs"):
+        setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))

@@ -182,7 +182,8 @@ def request_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
-    from drafter.session import claim, describe, drafter_config, finished
+    from drafter.claim import claim, drafter_config, finished
+    from drafter.progress import describe
     from drafter.sources import Request, open_sources, open_verifier_weights
 
     fresh = getattr(args, "fresh", False)  # other jobs call this one, too

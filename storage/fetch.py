@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import TypeVar
@@ -37,6 +38,15 @@ _RECEIPT_BYTES = 8192
 _TRIES = 2
 
 
+@dataclass
+class Spent:
+    """fetched_bytes: as stored. fetch_s, decode_s: summed over the threads that fetch and decode."""
+
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    decode_s: float = 0.0
+
+
 class ShardReader:
     """Reads rows of the shards of one dataset. Safe to share between threads.
 
@@ -56,6 +66,7 @@ class ShardReader:
         self._offset_LH, self._offset_hash, self._check = offset_LH, offset_hash, check
         self._footers: OrderedDict[int, Footer] = OrderedDict()
         self._most_footers = max(64, _INDEX_CACHE_BYTES // (identity.index_bytes + _RECEIPT_BYTES))
+        self.spent = Spent()
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="statehouse-get")
 
@@ -152,13 +163,19 @@ class ShardReader:
         key = layout.shard_key(shard)
 
         def once() -> None:
+            began = time.perf_counter()
             try:
                 data = self._get(shard, footer, key, part)
             except EmptyObject:  # it ends before the range begins
                 data = memoryview(b"")
             if len(data) != part.length:
                 raise corrupt(self._where(shard), f"{len(data)} bytes from {part.start}, expected {part.length}")
+            fetched = time.perf_counter()
             decode(data, part)
+            with self._lock:
+                self.spent.fetched_bytes += part.length
+                self.spent.fetch_s += fetched - began
+                self.spent.decode_s += time.perf_counter() - fetched
 
         twice(once)
 

@@ -22,7 +22,7 @@ from storage.buffers import BufferPool
 from storage.commit import load_offset, load_plan, load_plan_document, offset_hash
 from storage.contract import Contract
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
-from storage.fetch import ShardReader, twice
+from storage.fetch import ShardReader, Spent, twice
 from storage.objects import LocalStore, ObjectStore, open_store
 from storage.receipt import Receipt
 from storage.seal import Seal, load_seal, load_shards_table, scan_shards, seal_key
@@ -244,14 +244,14 @@ class Dataset:
         """token_ids [T] int32 and loss_mask [T] bool of one sequence."""
         return self._token_reader.ask(*self._place(index))()
 
-    def read(self, index: int, out: np.ndarray | None = None) -> States:
-        """One sequence, by its row in `sequences`.
+    def read(self, index: int, out: np.ndarray | None = None, *, part: tuple[int, int] | None = None) -> States:
+        """One sequence, by its row in `sequences`, or the tokens `part[0]` to `part[1] - 1` of it.
 
         out: memory for its hidden states, [at least T, L, H] bfloat16 (or its bits, uint16 or int16), contiguous; a view of
         a pinned torch tensor for instance. Without it, memory of sequences that are no longer in use is used again.
         Raises IndexError, ValueError when `out` does not fit, ShardCorrupt, StoreError.
         """
-        start, length = self._place(index)
+        start, length = self._range(index, part)
         geometry = self.plan.geometry
         shape = (length, geometry.layers, geometry.hidden_size)
         if out is None:
@@ -262,22 +262,30 @@ class Dataset:
             bits = _fitting(out, shape)
         tokens = self._token_reader.ask(start, length)  # on their way while the states are read
         self._reader.read(start, bits)
-        return self._states(index, bits, *tokens())
+        return self._states(index, bits, *tokens(), part)
 
-    def read_planes(self, index: int) -> np.ndarray:
-        """The byte planes of one sequence, uncompressed but not joined: uint8 [2, T, L, H] (`storage.torch_decode`)."""
-        start, length = self._place(index)
+    def read_planes(
+        self, index: int, out: np.ndarray | None = None, *, part: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """The byte planes of one sequence, uncompressed but not joined: uint8 [2, T, L, H] (`storage.torch_decode`).
+
+        out: memory for them, of that shape; its planes may lie apart. part: as for `read`.
+        """
+        start, length = self._range(index, part)
         shape = (2, length, self.plan.geometry.layers, self.plan.geometry.hidden_size)
-        planes = self._buffers.take(int(np.prod(shape))).reshape(shape)
-        self._reader.read_planes(start, planes)
-        return planes
+        if out is None:
+            out = self._buffers.take(int(np.prod(shape))).reshape(shape)
+        elif out.shape != shape or out.dtype != np.uint8:
+            raise ValueError(f"out must be {list(shape)} uint8, found {list(out.shape)} {out.dtype}")
+        self._reader.read_planes(start, out)
+        return out
 
-    def teacher(self, index: int) -> TeacherSummary | None:
+    def teacher(self, index: int, *, part: tuple[int, int] | None = None) -> TeacherSummary | None:
         """What the verifier says after each token of a sequence, without its states; None where none is stored.
 
-        Raises IndexError, ShardCorrupt, StoreError.
+        part: as for `read`. Raises IndexError, ShardCorrupt, StoreError.
         """
-        return self._teacher.read(*self._place(index))
+        return self._teacher.read(*self._range(index, part))
 
     def _teacher_objects(self, shard: int) -> Mapping[str, TeacherObject]:
         receipts = self._receipts
@@ -285,11 +293,31 @@ class Dataset:
             return receipts[shard].teacher
         return Receipt.model_validate_json(receipts[shard].as_py()).teacher
 
-    def _states(self, index: int, bits: np.ndarray, token_ids: np.ndarray, loss_mask: np.ndarray) -> States:
+    def _range(self, index: int, part: tuple[int, int] | None) -> tuple[int, int]:
+        """Start on the token axis and length of (a part of) a sequence."""
+        start, length = self._place(index)
+        low, high = part or (0, length)
+        if not 0 <= low < high <= length:
+            raise IndexError(f"{self.uri}: tokens {low} to {high} of sequence {index}, which has {length}")
+        return start + low, high - low
+
+    @property
+    def spent(self) -> Spent:
+        """What reading states took so far, over all threads."""
+        return self._reader.spent
+
+    def _states(
+        self,
+        index: int,
+        bits: np.ndarray,
+        token_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        part: tuple[int, int] | None = None,
+    ) -> States:
         import ml_dtypes
 
         row = self.sequences.slice(index % len(self), 1).to_pylist()[0]
-        hidden, teacher = bits.view(ml_dtypes.bfloat16), functools.partial(self.teacher, index)
+        hidden, teacher = bits.view(ml_dtypes.bfloat16), functools.partial(self.teacher, index, part=part)
         return States(row["id"], row["source"], row["group"], token_ids, loss_mask, hidden, teacher)
 
     def read_many(self, indices: Sequence[int], threads: int = 4) -> list[States]:

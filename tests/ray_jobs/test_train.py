@@ -24,8 +24,9 @@ from jobs import ROOT, Finished
 from safetensors.torch import load, load_file, save_file
 from tiny_training import Tiny, changed, make_dataset, make_sequences, make_tiny, make_vocabulary, planned_only
 
+from drafter.claim import claim
 from drafter.run import Run
-from drafter.session import claim, train
+from drafter.session import train
 from drafter.sources import open_sources
 from ray_jobs import job
 from ray_jobs import train as train_job

@@ -1,0 +1,55 @@
+"""Before any worker starts: what is asked for is checked, and the run is made, found, or found finished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafter.config import DrafterConfig
+from drafter.errors import DrafterError
+from drafter.export import require_servable
+from drafter.run import RUN, Run
+from drafter.sources import Request, Sources
+from drafter.tracking import require_trackers
+from drafter.verifier_weights import VerifierWeights
+
+
+def claim(request: Request, sources: Sources, *, fresh: bool = False) -> dict[str, Any] | None:
+    """Makes or finds the run; returns the summary of a finished one, else None. Once for all workers, before they start.
+
+    A driver that is still training the run ends at its next checkpoint. Raises DrafterError when the run is of something
+    else.
+    """
+    require_trackers(request.training.trackers)
+    run = Run(request.run)
+    run.store.probe()
+    if fresh:
+        run.take_over(request.owner)  # first, so that nobody writes into what is deleted
+    run.claim(sources.identity(request), {**request.provenance, "datasets": sources.where()}, fresh=fresh)
+    if (summary := run.summary()) is None:
+        run.take_over(request.owner)
+    return summary
+
+
+def finished(request: Request, sources: Sources) -> dict[str, Any] | None:
+    """The summary of the run if it is there and finished, else None; writes nothing.
+
+    Raises DrafterError when the run is of something else.
+    """
+    run = Run(request.run)
+    if not run.store.exists(RUN):
+        return None
+    run.claim(sources.identity(request), request.provenance)
+    return run.summary()
+
+
+def drafter_config(request: Request, sources: Sources, weights: VerifierWeights) -> DrafterConfig:
+    """The drafter that is asked for. Raises DrafterError when there can be none such, or none that SGLang serves."""
+    layers, changed = sources.dataset.contract.capture_layers, request.drafter.config
+    try:
+        config = DrafterConfig.from_verifier(weights.config, sources.vocabulary.size, layers, **changed)
+    except (TypeError, ZeroDivisionError) as error:
+        raise DrafterError(
+            f"drafter.config: expected fields of a drafter that differ from the verifier's, found {changed}: {error}"
+        ) from None
+    require_servable(config)
+    return config
