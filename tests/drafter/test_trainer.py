@@ -118,8 +118,10 @@ def _worker(rank: int, world: int, meeting: str, request: Request, stop_after: i
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     try:
-        if rank == world - 1 and error.value:
+        if rank == world - 1 and error.value == b"break":
             request = changed(request, verifier="/nowhere")
+        if rank == world - 1 and error.value == b"poison":  # its loss is no number in one update
+            poison(at=2)
         train(request, Team(rank, world), after(stop_after) if stop_after and rank == 0 else lambda: False)
     except StatehouseError as failure:
         error.value = str(failure).encode()[:500] if rank == world - 1 else error.value
@@ -128,12 +130,32 @@ def _worker(rank: int, world: int, meeting: str, request: Request, stop_after: i
         torch.distributed.destroy_process_group()
 
 
-def together(request: Request, world: int, stop_after: int = 0, broken: bool = False) -> tuple[list[int], str]:
-    """Exit codes of `world` gloo processes that train the run, and the last one's error."""
+def poison(at: int) -> None:
+    """Every trainer's update with this number finds a loss that is no number, in this process."""
+    from dataclasses import replace
+
+    from drafter.trainer import Trainer
+
+    update, compute, count = Trainer.update, Trainer._loss, iter(range(1000))
+    now = [-1]
+
+    def counted(self: Any, *given: Any) -> Any:
+        now[0] = next(count)
+        return update(self, *given)
+
+    def poisoned(self: Any, batch: Any) -> Any:
+        loss = compute(self, batch)
+        return replace(loss, loss=loss.loss * math.nan) if now[0] == at else loss
+
+    Trainer.update, Trainer._loss = counted, poisoned  # type: ignore[method-assign]
+
+
+def together(request: Request, world: int, stop_after: int = 0, told: str = "") -> tuple[list[int], str]:
+    """Exit codes of `world` gloo processes that train the run, and the last one's error. told: `break` or `poison` it."""
     claim(request, open_sources(request))
     spawn = multiprocessing.get_context("spawn")
     error = spawn.Array("c", 600)
-    error.value = b"break" if broken else b""
+    error.value = told.encode()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [(rank, world, f"{folder}/meeting", request, stop_after, error) for rank in range(world)]
         workers = [spawn.Process(target=_worker, args=one) for one in ranks]
@@ -172,8 +194,30 @@ def test_two_workers_train_to_what_one_does_also_when_the_number_changes_on_the_
             assert torch.allclose(tensor.float(), reference[name].float(), atol=3e-3), name
 
 
+@pytest.mark.slow
+def test_sharded_weights_train_to_what_whole_ones_do_and_either_carries_on_the_other(tiny: Tiny) -> None:
+    alone = tiny.request("alone", epochs=1)
+    whole_run(alone)
+    shared = tiny.request("shared", epochs=1, parallel="shard")
+    assert together(shared, 2, stop_after=3, told="poison")[0] == [0, 0]
+    whole_run(tiny.request("shared", epochs=1))  # carried on whole, by one
+    cut = tiny.request("cut-whole", epochs=1)
+    assert whole_run(cut, stop=after(3)) is None
+    assert together(tiny.request("cut-whole", epochs=1, parallel="shard"), 2)[0] == [0, 0]
+    np.testing.assert_allclose(losses(cut), losses(alone), rtol=2e-4)
+    for name, tensor in exported(cut).items():
+        assert torch.allclose(tensor.float(), exported(alone)[name].float(), atol=3e-3), name
+    # A loss that is no number on one worker is skipped by both.
+    lines = [json.loads(line) for line in Run(shared.run).store.get("metrics.jsonl").decode().splitlines()]
+    assert [line["update"] for line in lines if line.get("skipped")] == [2]
+    np.testing.assert_allclose(losses(shared)[:2].astype(float), losses(alone)[:2], rtol=2e-4)
+    summary = Run(shared.run).summary()
+    assert summary is not None
+    assert summary["skipped_updates"] == 1
+
+
 def test_an_error_of_one_worker_ends_all_of_them_with_its_line(tiny: Tiny) -> None:
-    codes, line = together(tiny.request("broken"), 2, broken=True)
+    codes, line = together(tiny.request("broken"), 2, told="break")
     assert codes == [7, 7]
     assert "/nowhere" in line
 
@@ -204,6 +248,91 @@ def changed_batch(batch: Any) -> Any:
     from dataclasses import replace
 
     return replace(batch, features_TF=batch.features_TF * torch.tensor(math.nan, dtype=torch.bfloat16))
+
+
+def test_recomputing_the_mlp_changes_nothing(tiny: Tiny) -> None:
+    plain, frugal = (tiny.request(f"recompute-{on}", epochs=1, recompute=on) for on in (False, True))
+    for request in (plain, frugal):
+        whole_run(request)
+    assert all(torch.equal(exported(frugal)[name], one) for name, one in exported(plain).items())
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_learns_the_same(tiny: Tiny) -> None:
+    plain, compiled = (tiny.request(f"compile-{on}", epochs=1, compile=on) for on in (False, True))
+    for request in (plain, compiled):
+        whole_run(request)
+    np.testing.assert_allclose(losses(compiled), losses(plain), rtol=1e-3)
+
+
+def test_muon_learns_and_resumes_in_the_same_bits(tiny: Tiny) -> None:
+    undisturbed, cut = (
+        tiny.request(name, epochs=8, optimizer="muon", lr=2e-2, checkpoint_every=3) for name in ("muon", "muon-cut")
+    )
+    summary = whole_run(undisturbed)
+    assert summary is not None
+    assert summary["loss_after"] < 0.8 * summary["loss_before"]
+    assert whole_run(cut, stop=after(5)) is None
+    whole_run(cut)
+    assert all(torch.equal(exported(cut)[name], one) for name, one in exported(undisturbed).items())
+
+
+def test_held_out_loss_every_few_updates_and_the_best_becomes_the_drafter(tiny: Tiny) -> None:
+    # So high a rate that it does not end where it was best.
+    request = tiny.request(
+        "best",
+        epochs=6,
+        lr=0.1,
+        betas=(0.0, 0.5),
+        warmup=0.0,
+        min_lr_share=1.0,
+        evaluate_every=2,
+        checkpoint_every=100,
+        export="best",
+    )
+    summary = whole_run(request)
+    assert summary is not None
+    at = [one["update"] for one in summary["evaluations"]]
+    assert at[:4] == [0, 2, 4, 6]
+    assert at[-1] == summary["updates"]
+    best = min((one for one in summary["evaluations"] if one["update"]), key=lambda one: one["loss"])
+    assert summary["best"]["update"] == best["update"] == summary["exported"] < summary["updates"]
+    run = Run(request.run)
+    assert best["update"] in run.checkpoints.updates()
+    session = Session(request, Team())
+    kept = run.checkpoints.load(best["update"], session.trainer.shapes())[1].model
+    assert torch.equal(exported(request)["fc.weight"], kept["fc.weight"])
+
+
+def test_a_damaged_shard_ends_the_run_with_its_name_or_is_skipped_and_counted(tiny: Tiny, tmp_path: Path) -> None:
+    import shutil
+
+    from storage import layout
+    from storage.errors import ShardCorrupt
+
+    shutil.copytree(f"{tiny.root}/dataset", tmp_path / "dataset")
+    path = tmp_path / "dataset" / layout.shard_key(1)
+    data = bytearray(path.read_bytes())
+    data[: len(data) // 2] = bytes(len(data) // 2)
+    path.write_bytes(data)
+    stops = changed(tiny.request("bad-stop", epochs=1), dataset=str(tmp_path / "dataset"))
+    with pytest.raises(ShardCorrupt, match=layout.shard_key(1)):
+        whole_run(stops)
+    skips = changed(tiny.request("bad-skip", epochs=1, bad_shards="skip"), dataset=str(tmp_path / "dataset"))
+    summary = whole_run(skips)
+    assert summary is not None
+    assert summary["bad_sequences"] > 0
+    lines = [json.loads(line) for line in Run(skips.run).store.get("metrics.jsonl").decode().splitlines()]
+    assert sum(line.get("bad_sequences", 0) for line in lines) == summary["bad_sequences"]
+
+
+def test_every_update_says_what_loading_took(tiny: Tiny) -> None:
+    request = tiny.request("telemetry", epochs=1)
+    whole_run(request)
+    lines = [json.loads(line) for line in Run(request.run).store.get("metrics.jsonl").decode().splitlines()]
+    assert all(0 <= line["wait_share"] <= 1 and line["padding"] == 0 and line["tokens"] > 0 for line in lines)
+    assert sum(line["fetched_bytes"] for line in lines) > 0
+    assert sum(line["decode_s"] for line in lines) > 0
 
 
 def test_the_rate_rises_and_falls() -> None:
