@@ -90,7 +90,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     sizes = wanted_sizes(config, contract.vocab_size, len(forced))
     walks = load_walks(config.walks) if config.walks else None
     more = file_tasks(config.files)
-    store = open_store(recipe.dataset.vocab_uri)
+    store = open_store(recipe.vocab_uri)
     store.probe()
     job.start_ray()
     split = Split(config.folds, recipe.evaluation.held_out, recipe.evaluation.seed)

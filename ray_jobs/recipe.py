@@ -186,6 +186,11 @@ class Recipe(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @property
+    def vocab_uri(self) -> str:
+        """Where the draft vocabulary lies: beside the dataset, unless the recipe says otherwise."""
+        return self.training.draft_vocabulary or self.dataset.vocab_uri
+
+    @property
     def run_uri(self) -> str:
         """Where the training run of this recipe lies, beside its dataset."""
         return f"{self.dataset.uri}-runs/{self.training.run or self.name}"

@@ -24,6 +24,7 @@ from ray_jobs import job
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.sglang import engine_layer_ids
+from ray_jobs.training_report import put_report
 from ray_jobs.verifier import read_config, resolve_verifier, text_config
 from storage.errors import RecipeError, StatehouseError
 from storage.objects import open_store
@@ -155,7 +156,7 @@ def require_resources(settings: TrainingSection) -> None:
     """Raises RecipeError when the cluster can never hold the workers (they would wait for ever)."""
     cpus, gpus = job.cluster_size()
     fit = job.fitting(settings.cpus_per_worker, settings.gpus_per_worker)
-    if fit < settings.workers:
+    if fit < (settings.min_workers or settings.workers):
         raise RecipeError(
             f"training.workers is {settings.workers}, each needs {settings.cpus_per_worker} CPUs and "
             f"{settings.gpus_per_worker} GPUs, but the cluster has {cpus:g} CPUs and {gpus:g} GPUs: {fit} fit; add nodes, "
@@ -169,7 +170,7 @@ def request_of(recipe: Recipe) -> dict[str, Any]:
     folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
     return {
         "dataset": open_store(recipe.dataset.uri).uri,
-        "vocabulary": open_store(recipe.dataset.vocab_uri).uri,
+        "vocabulary": open_store(recipe.vocab_uri).uri,
         "run": open_store(recipe.run_uri).uri,
         "verifier": str(folder),
         "drafter": recipe.drafter,
@@ -201,6 +202,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     require_resources(recipe.training)
     claim(request, sources, fresh=fresh)
     _train(recipe, fields)
+    if (summary := finished(request, sources)) is not None:
+        job.log.info("train report=%s", put_report(request.run))
 
 
 def _train(recipe: Recipe, fields: dict[str, Any]) -> None:
@@ -279,7 +282,10 @@ def _trainer(recipe: Recipe, config: dict[str, Any]) -> Any:
         _work,
         train_loop_config=config,
         scaling_config=ScalingConfig(
-            num_workers=settings.workers, use_gpu=settings.gpus_per_worker > 0, resources_per_worker=resources
+            # As many as fit, at least min_workers: Ray Train starts them anew when nodes go or come.
+            num_workers=(settings.min_workers, settings.workers) if settings.min_workers else settings.workers,
+            use_gpu=settings.gpus_per_worker > 0,
+            resources_per_worker=resources,
         ),
         run_config=RunConfig(
             name=f"{recipe.name}-{os.getpid()}",

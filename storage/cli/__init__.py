@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from storage.cli import check, describe, look, transfer
+from storage.cli import check, describe, look, runs, transfer
 from storage.cli.console import Outcome, size
 from storage.errors import StatehouseError
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (look, describe, check, transfer):
+    for module in (look, describe, check, transfer, runs):
         module.register(commands)
     args = parser.parse_args(argv)
     function: Callable[[argparse.Namespace, Console], Outcome] = args.function
