@@ -92,7 +92,7 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
 
 
 def _plain(value: Any) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "_", str(value)).strip("_")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", str(value)).strip("_")
 
 
 def steps_left(arm: Arm, evaluate: bool) -> list[str]:

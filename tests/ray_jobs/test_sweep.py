@@ -1,0 +1,114 @@
+"""Sweeps: arms over one dataset, each a run of its own; resumed where they stood; one table in the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from jobs import ROOT
+from test_train import with_vocabulary, write_recipe
+from tiny_training import Tiny, changed, make_tiny
+
+from drafter.claim import claim
+from drafter.session import train
+from drafter.sources import open_sources
+from ray_jobs.sweep import compare, main, plan_arms, steps_left
+from storage.errors import RecipeError
+
+if TYPE_CHECKING:
+    from tiny_run import TinyRun
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("sweep")
+    return with_vocabulary(make_tiny(str(folder), folder))
+
+
+def test_arms_are_all_combinations_each_a_run_with_a_vocabulary_of_its_own_where_that_changes(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    path = str(write_recipe(tiny, tmp_path / "recipe.yaml"))
+    arms = plan_arms(path, ["vocab.size=[16,32]", "training.lr=[1e-3,2e-3]", "training.epochs=2"])
+    assert [arm.name for arm in arms] == [f"tiny-size-{size}-lr-{lr}" for size in (16, 32) for lr in ("1e-3", "2e-3")]
+    assert {arm.recipe.training.epochs for arm in arms} == {2}
+    assert [arm.recipe.training.lr for arm in arms] == [1e-3, 2e-3] * 2
+    assert len({arm.recipe.run_uri for arm in arms}) == 4
+    assert len({arm.recipe.vocab_uri for arm in arms}) == 2
+    assert {arm.recipe.dataset.uri for arm in arms} == {f"{tiny.root}/dataset"}
+    assert steps_left(arms[0], evaluate=True) == ["coverage", "train", "evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["training.lr=1e-3"], "at least one key with a list"),
+        (["dataset.uri=[a,b]"], "all arms read one dataset"),
+        (["training.lr=[1e-3,1e-3]"], "different values"),
+        (["training.lrr=[1e-3,2e-3]"], "unknown key 'training.lrr'"),
+        (["training.lr=[1e-3,-1]"], "training.lr"),
+    ],
+)
+def test_what_is_no_sweep_is_one_line(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
+) -> None:
+    path = str(write_recipe(tiny, tmp_path / "recipe.yaml"))
+    with pytest.raises(RecipeError, match=message.replace("[", r"\[")):
+        plan_arms(path, settings)
+    assert main([path, *settings]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_the_table_compares_what_is_there(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_recipe(tiny, tmp_path / "recipe.yaml", epochs=1))
+    settings = ["training.lr=[1e-3,3e-3]"]
+    arms = plan_arms(path, settings)
+    request = changed(
+        tiny.request(epochs=1), run=arms[1].recipe.run_uri, training=arms[1].recipe.training, owner="sweep"
+    )
+    torch.set_num_threads(1)
+    claim(request, open_sources(request))
+    assert train(request) is not None
+    assert steps_left(arms[0], evaluate=False) == ["train"]
+    assert steps_left(arms[1], evaluate=False) == []
+    assert steps_left(arms[1], evaluate=True) == ["evaluate"]
+    rows = compare(arms)
+    assert [row["finished"] for row in rows] == [False, True]
+    assert rows[1]["parameters"]["trained"] > 0
+    out = tmp_path / "out.json"
+    assert main([path, *settings, "--table", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "unfinished" in shown
+    assert "held-out loss" in shown
+    stored = json.loads((Path(f"{tiny.root}/dataset-runs") / "tiny.sweep.json").read_text())
+    assert stored == json.loads(out.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_sweep_over_vocabulary_sizes_ends_with_taus_and_does_nothing_twice(
+    tiny_run: TinyRun, ray_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    import os
+
+    command = [
+        sys.executable, "-m", "ray_jobs.sweep", str(tiny_run.path), "vocab.size=[64,256]", "training.epochs=1",
+        "training.run=sizes", "--evaluate", "--parallel", "2", "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    environment = {**os.environ, **ray_cluster}
+    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert first.returncode == 0, first.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["arms"]
+    assert [row["draft_vocab_size"] for row in rows] == [64, 256]
+    assert all(row["tau"] and row["finished"] for row in rows)
+    assert len({tuple(row["datasets"]) for row in rows}) == 1
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert again.returncode == 0
+    assert "start arm=" not in again.stderr
