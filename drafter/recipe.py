@@ -121,6 +121,8 @@ class TrainingSection(BaseModel):
     export: Literal["last", "best"] = "last"
     # Where the curves go, beside metrics.jsonl.
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    # For the hours that --plan prints: tokens that one worker trains on in a second, where that is known.
+    tokens_per_second: float | None = Field(default=None, gt=0)
     # Times that lost workers are started again, from the newest checkpoint, before the job fails.
     max_failures: int = Field(default=3, ge=0)
 
@@ -148,4 +150,5 @@ _HOW_IT_RUNS = (
     "run", "workers", "min_workers", "gpus_per_worker", "cpus_per_worker", "parallel", "datasets", "draft_vocabulary",
     "micro_batch_tokens", "recompute", "compile", "max_skipped", "bad_shards", "loader", "evaluate_every",
     "checkpoint_every", "keep_checkpoints", "keep_best", "export", "trackers", "max_failures",
+    "tokens_per_second",
 )  # fmt: skip

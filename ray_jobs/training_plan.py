@@ -30,6 +30,12 @@ def training_estimate(
     # Which groups are held out is known once they are there; their share of the tokens is close enough.
     tokens = round(int(lengths.sum()) * (1 - recipe.evaluation.held_out))
     per_epoch = max(1, min(len(lengths), round(tokens / settings.global_batch_tokens)))
+    if settings.max_length is not None:
+        over = lengths > settings.max_length
+        if settings.long_sequences == "drop":
+            lengths = lengths[~over] if not over.all() else lengths[:1]
+        else:
+            lengths = np.minimum(lengths, settings.max_length)
     longest = int(lengths.max())
     return {
         "updates": per_epoch * settings.epochs,
@@ -38,6 +44,9 @@ def training_estimate(
         "tokens_per_update": round(tokens / per_epoch),
         "workers": settings.workers,
         "gpus": settings.workers * settings.gpus_per_worker,
+        "hours": tokens * settings.epochs / settings.tokens_per_second / settings.workers / 3600
+        if settings.tokens_per_second
+        else None,
         "longest_sequence": longest,
         "fits_micro_batch": longest <= settings.micro_batch_tokens,
         "parameters": drafter_parameters(recipe, shape, layers),
@@ -70,7 +79,8 @@ def training_rows(plan: dict[str, Any]) -> dict[str, str]:
     parameters = plan["parameters"]
     rows = {
         "training": f"{plan['updates']:,} updates of about {plan['tokens_per_update']:,} tokens, {plan['epochs']} epochs, "
-        f"{plan['workers']} workers, {plan['gpus']} GPUs",
+        f"{plan['workers']} workers, {plan['gpus']} GPUs, "
+        + ("hours unknown (give training.tokens_per_second)" if plan["hours"] is None else f"{plan['hours']:.1f} hours"),
         "drafter": "unknown (give drafter.config the fields of the verifier's config.json)"
         if parameters is None
         else f"{parameters['trained'] / 1e6:,.1f} M parameters trained, {parameters['all'] / 1e6:,.1f} M with the embedding",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
@@ -34,8 +31,6 @@ from ray_jobs.recipe import load_recipe
 from storage.errors import StatehouseError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
-# So many that training cannot end before it is killed twice.
-EPOCHS = 80
 Start = Callable[..., subprocess.Popen[str]]
 RunJob = Callable[..., Finished]
 
@@ -85,62 +80,40 @@ def exported(run: Run) -> dict[str, torch.Tensor]:
     return load(run.store.get("drafter/model.safetensors"))
 
 
-@pytest.mark.timeout(600)
-def test_a_worker_and_then_the_driver_killed_it_still_ends_where_one_undisturbed_process_does(
-    tiny: Tiny, tmp_path: Path, start_job: Start, run_job: RunJob, monkeypatch: pytest.MonkeyPatch
+def test_two_workers_of_ray_train_end_where_one_process_does(
+    tiny: Tiny, tmp_path: Path, run_job: RunJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_vocabulary(tiny)
-    every = {"checkpoint_every": 10, "keep_checkpoints": 20}
-    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=EPOCHS, lr=1e-3, run="killed", **every)
-    run = Run(f"{tiny.root}/dataset-runs/killed")
-    driver = start_job("train", path)
-    first = wait_for_checkpoint(run, driver)
-    killed, deadline = writer_of(run, first), time.monotonic() + 200
-    os.kill(killed, signal.SIGKILL)
-    # Worker 0 is back when a checkpoint is there that another process wrote.
-    while True:
-        newest = wait_for_checkpoint(run, driver, first)
-        with contextlib.suppress(StatehouseError):  # pruned in between
-            if writer_of(run, newest) != killed:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    orphans = psutil.Process(driver.pid).children(recursive=True)
-    driver.kill()
-    driver.communicate()
-    _, alive = psutil.wait_procs(orphans, timeout=60)
-    assert all(one.status() == psutil.STATUS_ZOMBIE for one in alive), alive
-    assert run.summary() is None, "it ended before it was killed"
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=3, run="two", min_workers=1)
+    run = Run(f"{tiny.root}/dataset-runs/two")
     finished = run_job("train", path)
     assert finished.code == 0, finished.err
-    assert "train resumed update=" in finished.err
-    assert "train update=" in finished.err
     summary = run.summary()
     assert summary is not None
-    assert summary["resumed"] >= 2
     assert summary["workers"] == 2
-    assert summary["loss_after"] < summary["loss_before"]
-
-    undisturbed = changed(tiny.request("undisturbed", epochs=EPOCHS, lr=1e-3, checkpoint_every=1000))
-    claim(undisturbed, open_sources(undisturbed))
+    assert {"report.html", "curves.png"} <= set(run.store.sizes())
+    assert any(key.startswith("tensorboard/events") for key in run.store.sizes())
+    alone = tiny.request("alone", epochs=3)
+    claim(alone, open_sources(alone))
     torch.set_num_threads(1)
-    reference = train(undisturbed)
+    reference = train(alone)
     assert reference is not None
-    assert summary["loss_after"] == pytest.approx(reference["loss_after"], rel=1e-2)
+    assert summary["loss_after"] == pytest.approx(reference["loss_after"], rel=1e-3)
     ours, theirs = (
         [json.loads(line)["loss"] for line in one.store.get("metrics.jsonl").decode().splitlines()]
-        for one in (run, Run(undisturbed.run))
+        for one in (run, Run(alone.run))
     )
-    np.testing.assert_allclose(ours, theirs, rtol=2e-2)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3)
 
     # A finished run, and one of something else, are seen before any Ray is started.
     monkeypatch.setattr(job, "start_ray", lambda: pytest.fail("it started Ray"))
     arguments = argparse.Namespace(fresh=False)
     train_job.run(load_recipe(path), arguments)
-    with pytest.raises(StatehouseError, match=r"training.lr: 0.001 -> 0.5.*training.run=<other name>"):
+    with pytest.raises(StatehouseError, match=r"training.lr: 0.003 -> 0.5.*training.run=<other name>"):
         train_job.run(load_recipe(path, ["training.lr=0.5"]), arguments)
 
 
+@pytest.mark.slow
 def test_an_error_inside_the_workers_is_one_line_and_is_not_tried_again(
     tiny: Tiny, tmp_path: Path, run_job: RunJob
 ) -> None:

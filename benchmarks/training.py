@@ -1,0 +1,343 @@
+"""How fast training is fed: the loader, the sampler, waiting for data, Ray's overhead; on a SeaweedFS of its own.
+
+    python -m benchmarks.training                    # about eight minutes; medians of 7
+    python -m benchmarks.training --quick            # about three minutes on 2 cores
+    STATEHOUSE_PEERS_PYTHON=... python -m benchmarks.training --json out.json --only loader,local
+
+GB are logical bf16 bytes. CPU is that of this process, all threads, without the server's. The limits are ratios within a
+run, in shuffled order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.corpus import Corpus, fill_dataset, fill_files, plan_corpus, synthetic_states
+from benchmarks.proxy import proxy_process
+from benchmarks.readers import raw_gets, safetensors_one_get, torch_one_get
+from benchmarks.report import Report
+from benchmarks.seaweed import BUCKET, seaweedfs
+from benchmarks.small_training import make_small
+from benchmarks.storage import shuffled
+from drafter.loader import Loader
+from drafter.recipe import LoaderSection, TrainingSection
+from drafter.sampler import Epoch, Rows, mixing
+from drafter.sources import Items
+from storage.mix import Mixture, Part
+from storage.objects import open_store
+from storage.reader import open_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+STEP_TOKENS, STEP_S, LINK = 8192, 1.0, 1e9
+THREADS = 8
+
+
+class Settings:
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.repetitions = 5 if quick else 7
+        self.sequences, self.per_repetition = (12, 5) if quick else (32, 12)
+        self.local_sequences, self.local_tokens = (6, 1024) if quick else (16, 2048)
+        self.steps = 5 if quick else 15
+        self.epochs = 2 if quick else 6
+        self.workers = (1, 2, 4) if quick else (1, 2, 4, 8)
+
+
+def make_corpus(settings: Settings) -> Corpus:
+    lengths = np.clip(np.random.default_rng(0).lognormal(7.1, 0.6, settings.sequences), 200, 2400).astype(int)
+    corpus, table = plan_corpus(f"s3://{BUCKET}/training", lengths, synthetic_states(2600))
+    fill_dataset(corpus, table)
+    for kind in ("safetensors", "torch"):
+        fill_files(corpus, open_store(corpus.uri), kind)
+    return corpus
+
+
+def make_loader(uri: str, batches: list[np.ndarray], section: LoaderSection | None = None) -> Loader:
+    dataset = open_dataset(uri)
+    mixture = Mixture([dataset], [Part(uri)])
+    return Loader(mixture, Items.of(mixture, TrainingSection()), batches, section)
+
+
+def consume(uri: str, batches: list[np.ndarray], section: LoaderSection | None = None) -> Callable[[], object]:
+    """Reads these micro-batches, ready or not, from an open dataset."""
+    dataset = open_dataset(uri)
+    mixture = Mixture([dataset], [Part(uri)])
+    items = Items.of(mixture, TrainingSection())
+
+    def read() -> int:
+        with Loader(mixture, items, batches, section) as loader:
+            return sum(len(batch.token_ids_T) for batch in loader)
+
+    return read
+
+
+def packed(rows: np.ndarray, size: int = 2) -> list[np.ndarray]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def loader(report: Report, settings: Settings, corpus: Corpus) -> None:
+    """Packed batches in random order from the server, beside raw GETs of the same bytes and the peers' formats."""
+    rows = np.random.default_rng(5).permutation(len(corpus.lengths))[: settings.per_repetition]
+    gigabytes = int(corpus.lengths[rows].sum()) * corpus.plan.geometry.bytes_per_token / 1e9
+    raw, safetensors, torch_save = (make(corpus, THREADS) for make in (raw_gets, safetensors_one_get, torch_one_get))
+    found = shuffled(
+        {
+            "raw GETs": lambda: [raw(int(row)) for row in rows],
+            "Statehouse": consume(corpus.dataset_uri, packed(rows)),
+            "safetensors": lambda: [safetensors(int(row)) for row in rows],
+            "torch.save": lambda: [torch_save(int(row)) for row in rows],
+        },
+        settings.repetitions,
+    )
+    speed = {
+        name: report.row(f"loader, S3: {name}", "GB/s", [gigabytes / wall for wall, _ in found[name]]) for name in found
+    }
+    for name, values in found.items():
+        report.row(f"loader, S3: {name}", "CPU s/GB", [cpu / gigabytes for _, cpu in values])
+    report.bar("loader_over_raw_gets", speed["Statehouse"] / speed["raw GETs"], 0.65, "higher", "packed batches, GB/s over raw GETs of the same bytes")  # fmt: skip
+    report.bar("loader_over_peers_formats", speed["Statehouse"] / max(speed["safetensors"], speed["torch.save"]), 2.0, "higher", "GB/s over the better of one GET per safetensors or torch.save file")  # fmt: skip
+
+
+def local(report: Report, settings: Settings, folder: Path) -> None:
+    """From a warm page cache, beside the peers' own loaders on their own formats."""
+    lengths = np.full(settings.local_sequences, settings.local_tokens)
+    corpus, table = plan_corpus(str(folder / "local"), lengths, synthetic_states(settings.local_tokens + 600))
+    stored = fill_dataset(corpus, table)
+    gigabytes = int(lengths.sum()) * corpus.plan.geometry.bytes_per_token / 1e9
+    report.row("local: bytes stored / raw", "share", [stored / gigabytes / 1e9])
+    order = np.random.default_rng(5).permutation(len(lengths))
+    found = shuffled({"Statehouse": consume(corpus.dataset_uri, packed(order, 1))}, settings.repetitions)["Statehouse"]
+    ours = report.row("loader, page cache: Statehouse", "GB/s", [gigabytes / wall for wall, _ in found])
+    report.row("loader, page cache: Statehouse", "CPU s/GB", [cpu / gigabytes for _, cpu in found])
+    python, peers = os.environ.get("STATEHOUSE_PEERS_PYTHON"), []
+    for peer in ("specforge", "speculators"):
+        for workers in (0, 2):
+            name = f"loader, page cache: {peer}, {workers} workers"
+            if not python:
+                report.absent(name, "not measured: STATEHOUSE_PEERS_PYTHON is not set")
+                continue
+            command = [
+                python, str(ROOT / "benchmarks/peer_loaders.py"), str(folder / peer), "--peer", peer, "--workers", str(workers),
+                "--sequences", str(len(lengths)), "--tokens", str(settings.local_tokens), "--repetitions", str(settings.repetitions),
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                report.absent(name, f"not measured: {done.stderr.strip().splitlines()[-1][:120]}")
+                continue
+            result = json.loads(done.stdout.splitlines()[-1])
+            peers.append(report.row(name, "GB/s", result["gb_per_s"]))
+            if not workers:
+                report.row(name, "CPU s/GB", result["cpu_s_per_gb"])
+    if peers:
+        report.bar("local_loader_over_peers", ours / max(peers), 1.0, "higher", "GB/s from the page cache over the fastest of the peers' own loaders")  # fmt: skip
+
+
+def waiting(report: Report, settings: Settings, corpus: Corpus, endpoint: str) -> None:
+    """A step of 1 s for 8,192 tokens at H = 7168, fed through a link of 1 GB/s."""
+    random, batches, size = np.random.default_rng(3), [], 0
+    while len(batches) < settings.steps + 2:
+        batch: list[int] = []
+        size = 0
+        for row in random.permutation(len(corpus.lengths)).tolist():
+            if size + int(corpus.lengths[row]) <= STEP_TOKENS:
+                batch.append(row)
+                size += int(corpus.lengths[row])
+        batches.append(np.array(batch))
+    with proxy_process(endpoint, bandwidth=LINK) as slow:
+        os.environ["AWS_ENDPOINT_URL"] = slow
+        try:
+            with make_loader(corpus.dataset_uri, batches) as made:
+                for _ in range(2):  # a run's first batches cannot be read ahead
+                    made.next()
+                    time.sleep(STEP_S)
+                before, began, tokens = made.counts().waited_s, time.perf_counter(), 0
+                for _ in range(settings.steps):
+                    taken = made.next()
+                    assert taken is not None
+                    tokens += len(taken.token_ids_T)
+                    time.sleep(STEP_S * len(taken.token_ids_T) / STEP_TOKENS)
+                share = (made.counts().waited_s - before) / (time.perf_counter() - began)
+        finally:
+            os.environ["AWS_ENDPOINT_URL"] = endpoint
+    report.row("steps of 1 s for 8,192 tokens, 1 GB/s: waiting", "share", [share], note=f"{tokens:,} tokens")
+    report.bar("wait_share_simulated", share, 0.05, "lower", "share of the time waiting for data, 1 s for 8,192 tokens of H = 7168, 1 GB/s")  # fmt: skip
+
+
+def real_training(report: Report, settings: Settings, folder: Path) -> None:
+    """A real training of a small drafter from the server, in this process's way and by Ray Train."""
+    root, hidden = f"s3://{BUCKET}/small", 256
+    verifier = make_small(root, folder / "small", sequences=64, hidden=hidden)
+    options = [
+        f"training.epochs={settings.epochs}", "training.global_batch_tokens=1024", "training.micro_batch_tokens=1024",
+        "training.dtype=float32", "training.checkpoint_every=10000", "drafter.ttt_steps=3", "training.trackers=[]",
+    ]  # fmt: skip
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(json.dumps({
+        "name": "small", "verifier": {"model": str(verifier)}, "prompts": [{"path": "none.jsonl"}],
+        "dataset": {"uri": f"{root}/dataset"}, "training": {"draft_vocabulary": f"{root}/vocab"},
+    }))  # fmt: skip
+    plain, by_ray, waits = [], [], []
+    for repetition in range(2 if settings.quick else 3):
+        run = f"{root}/dataset-runs/plain-{repetition}"
+        command = ["drafter.train", "--dataset", f"{root}/dataset", "--draft-vocab", f"{root}/vocab", "--verifier", str(verifier), "--run", run, *options]  # fmt: skip
+        _module(command)
+        plain.append(_seconds_an_update(run))
+        waits.append(json.loads(open_store(run).get("summary.json"))["wait_share"])
+        _module(["ray_jobs.train", str(recipe), *options, f"training.run=ray-{repetition}"])
+        by_ray.append(_seconds_an_update(f"{root}/dataset-runs/ray-{repetition}"))
+    report.row("update of a small drafter, plain", "s", plain)
+    report.row("update of a small drafter, Ray Train", "s", by_ray)
+    wait = report.row("a real training on CPU: waiting", "share", waits)
+    report.bar("wait_share_real", wait, 0.02, "lower", f"share of a real training on CPU (H = {hidden}) spent waiting for data")  # fmt: skip
+    report.bar("ray_over_plain", min(plain) / min(by_ray), 0.97, "higher", "steps/s under TorchTrainer with one worker over the plain loop, best of each")  # fmt: skip
+
+
+def _module(command: list[str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise SystemExit(f"error: {command[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def _seconds_an_update(run: str) -> float:
+    """Median over the run's updates, less the first ones."""
+    lines = [json.loads(line) for line in open_store(run).get("metrics.jsonl").decode().splitlines()]
+    return statistics.median(line["seconds"] for line in lines[3:])
+
+
+def sampler(report: Report) -> None:
+    code = """
+import json, resource, time
+import numpy as np
+random = np.random.default_rng(0)
+lengths = np.clip(random.lognormal(7.13, 0.8, 1_000_000), 1, 8192).astype(np.int64)
+began = time.perf_counter()
+from drafter.sampler import Epoch, Rows
+rows = Rows.of_one(lengths, np.arange(1_000_000) // 5)
+epoch = Epoch(0, 0, rows, global_batch_tokens=16384, micro_batch_tokens=8192)
+first = epoch[0]
+print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+"""
+    results = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    seconds = report.row("sampler: 1,000,000 sequences to the first batch", "s", [one[0] for one in results])
+    report.bar("sampler_seconds", seconds, 2.0, "lower", "1,000,000 sequences to the first batch, imports included")
+    report.bar("sampler_gib", max(one[1] for one in results) / 2**30, 1.0, "lower", "peak memory of that process")
+    # As a planner leaves them: 8,192 tokens to a shard, of one length class, and of one source as they were extracted.
+    random = np.random.default_rng(0)
+    lengths = np.sort(np.clip(random.lognormal(7.13, 0.8, 40_000), 1, 8192).astype(np.int64))
+    shards = np.cumsum(lengths) // 8192
+    source = random.choice(4, int(shards.max()) + 1, p=[0.5, 0.3, 0.15, 0.05])[shards]
+    rows = Rows.of_one(lengths, shards)
+    for window in (1, 16, 64, 256):
+        epoch = Epoch(0, 0, rows, global_batch_tokens=16384, micro_batch_tokens=8192, window=window)
+        for name, labels in (("sources", source), ("length classes", np.searchsorted(np.quantile(lengths, np.arange(0.1, 1, 0.1)), lengths))):  # fmt: skip
+            measured = mixing(epoch, labels)
+            report.row(f"mixing: {name} in an update, window of {window} shards", "entropy / full shuffle", [measured["entropy"]], note=f"neighbours alike x {measured['neighbours_alike']:.3f}")  # fmt: skip
+            if window == 64:
+                report.bar(f"mixing_{name.replace(' ', '_')}", measured["entropy"], 0.95, "higher", f"entropy of {name} within an update over that of a full shuffle")  # fmt: skip
+    ranks, times = 64, np.zeros(len(lengths), np.int64)
+    epoch = Epoch(0, 0, rows, global_batch_tokens=64 * 8192, micro_batch_tokens=8192)
+    for batch in epoch:
+        for rank in range(ranks):
+            for part in batch[rank::ranks]:
+                np.add.at(times, part, 1)
+    report.bar("every_sample_once", float((times == 1).mean()), 1.0, "higher", "share of 40,000 sequences that 8 x 8 simulated ranks read exactly once an epoch")  # fmt: skip
+
+
+def scaling(report: Report, settings: Settings, corpus: Corpus) -> None:
+    """More and more loader processes against the one server."""
+    rates = {}
+    for workers in settings.workers:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.training",
+            "--worker",
+            corpus.dataset_uri,
+            str(4 if settings.quick else 8),
+        ]
+        processes = [
+            subprocess.Popen([*command, str(seed)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            for seed in range(workers)
+        ]
+        for one in processes:
+            assert one.stdout is not None
+            one.stdout.readline()  # ready
+        began = time.perf_counter()
+        for one in processes:
+            assert one.stdin is not None
+            one.stdin.write("go\n")
+            one.stdin.flush()
+        total = sum(int(one.communicate()[0]) for one in processes)
+        rates[workers] = report.row(
+            f"{workers} loader processes", "GB/s", [total / 1e9 / (time.perf_counter() - began)]
+        )
+    best = max(rates.values())
+    report.bar("scaling_kept", rates[max(rates)] / best, 0.8, "higher", f"GB/s of {max(rates)} loader processes together over the best number of them: saturation, no collapse")  # fmt: skip
+
+
+def _worker(uri: str, count: int, seed: int) -> None:
+    dataset = open_dataset(uri)
+    rows = np.random.default_rng(seed).permutation(len(dataset))[:count]
+    read = consume(uri, packed(rows))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    read()
+    print(int(dataset.sequences["length"].to_numpy()[rows].sum()) * dataset.plan.geometry.bytes_per_token)
+
+
+PARTS = ("loader", "local", "waiting", "real_training", "sampler", "scaling")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        _worker(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions, every figure")
+    parser.add_argument("--json", metavar="FILE", help="write machine, rows and bars there")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
+    args = parser.parse_args()
+    wanted = args.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
+    report, settings = Report("training", args.quick), Settings(args.quick)
+    began = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive this process
+    with tempfile.TemporaryDirectory(prefix="statehouse-bench-") as temporary, seaweedfs() as endpoint:
+        folder = Path(temporary)
+        corpus: Any = make_corpus(settings) if set(wanted) & {"loader", "waiting", "scaling"} else None
+        steps: dict[str, Callable[[], None]] = {
+            "loader": lambda: loader(report, settings, corpus),
+            "waiting": lambda: waiting(report, settings, corpus, endpoint),
+            "scaling": lambda: scaling(report, settings, corpus),
+            "local": lambda: local(report, settings, folder),
+            "real_training": lambda: real_training(report, settings, folder),
+            "sampler": lambda: sampler(report),
+        }
+        for name, step in steps.items():
+            if name in wanted:
+                step()
+                print(f"{name} done after {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    report.row("this benchmark", "s", [time.perf_counter() - began])
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main()
