@@ -80,7 +80,9 @@ def training_rows(plan: dict[str, Any]) -> dict[str, str]:
     rows = {
         "training": f"{plan['updates']:,} updates of about {plan['tokens_per_update']:,} tokens, {plan['epochs']} epochs, "
         f"{plan['workers']} workers, {plan['gpus']} GPUs, "
-        + ("hours unknown (give training.tokens_per_second)" if plan["hours"] is None else f"{plan['hours']:.1f} hours"),
+        + (
+            "hours unknown (give training.tokens_per_second)" if plan["hours"] is None else f"{plan['hours']:.1f} hours"
+        ),
         "drafter": "unknown (give drafter.config the fields of the verifier's config.json)"
         if parameters is None
         else f"{parameters['trained'] / 1e6:,.1f} M parameters trained, {parameters['all'] / 1e6:,.1f} M with the embedding",
