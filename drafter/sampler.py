@@ -5,7 +5,7 @@ batches whatever the number of workers; worker r of W takes micro-batches r, r +
 resumed, with any number of workers, from two integers: epoch, and update within it.
 
 Shards are shuffled and opened a window at a time; rows are shuffled within a window. A store then sees reads from few
-shards at once, and with a window of 64 shards of 8,192 tokens an update of 16,384 tokens is still drawn from 500,000.
+shards at once, and with a window of 256 shards of 8,192 tokens an update of 16,384 tokens is still drawn from 2 million.
 `mixing` says how far that is from a shuffle of everything.
 """
 
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from drafter.errors import DrafterError
 
-# Shards that are open at a time.
-WINDOW = 64
+# Shards that are open at a time: their indexes are what is kept of them, 16 KB each. For shards that each hold one source
+# and one length class, 64 gives an update .96 of the entropy of a full shuffle, 256 .99.
+WINDOW = 256
 
 
 @dataclass(frozen=True, eq=False)

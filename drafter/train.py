@@ -54,16 +54,14 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "drafter": DrafterSection, "training": TrainingSection, "evaluation": _Evaluation,
 }  # fmt: skip
 # What only a job of several workers reads.
-_UNUSED = {"training.run", "training.workers", "training.gpus_per_worker", "training.max_failures"}
+_UNUSED = {
+    "training.run", "training.workers", "training.min_workers", "training.gpus_per_worker", "training.max_failures",
+    "training.parallel", "training.draft_vocabulary", "training.tokens_per_second",
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
-    settings = "\n".join(
-        f"  {section}.{name}={field.get_default(call_default_factory=True)}"
-        for section, model in _SECTIONS.items()
-        for name, field in model.model_fields.items()
-        if f"{section}.{name}" not in _UNUSED
-    )
+    settings = "\n".join(line for section, model in _SECTIONS.items() for line in _listed(section, model))
     parsed = argparse.ArgumentParser(
         prog="python -m drafter.train",
         description=__doc__,
@@ -78,6 +76,18 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("--fresh", action="store_true", help="delete what is in --run and start over")
     parsed.add_argument("settings", nargs="*", metavar="section.key=value", help="see below")
     return parsed
+
+
+def _listed(prefix: str, model: type[BaseModel]) -> list[str]:
+    """`  prefix.key=default` of every key, those of sections inside included."""
+    lines: list[str] = []
+    for name, field in model.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if isinstance(default, BaseModel):
+            lines += _listed(f"{prefix}.{name}", type(default))
+        elif f"{prefix}.{name}" not in _UNUSED:
+            lines.append(f"  {prefix}.{name}={default}")
+    return lines
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:

@@ -97,7 +97,10 @@ def test_what_can_never_be_trained_claims_no_run(
 
 
 def test_settings_are_those_of_a_recipe() -> None:
-    parsed = parse_settings(["training.betas=[0.8, 0.9]", "drafter.config.head_dim=128", "training.lr=1e-4"])
+    parsed = parse_settings(
+        ["training.betas=[0.8, 0.9]", "drafter.config.head_dim=128", "training.lr=1e-4", "training.loader.threads=2"]
+    )
+    assert parsed["training"].loader.threads == 2
     assert parsed["training"].betas == (0.8, 0.9)
     assert parsed["training"].lr == 1e-4
     assert parsed["drafter"].config == {"head_dim": 128}
@@ -109,6 +112,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for word in (
         "training.lr=",
+        "training.loader.cache=None",
         "drafter.ttt_steps=",
         "--fresh",
         "carries on from the newest checkpoint",

@@ -194,6 +194,11 @@ def test_two_workers_train_to_what_one_does_also_when_the_number_changes_on_the_
             assert torch.allclose(tensor.float(), reference[name].float(), atol=3e-3), name
 
 
+def test_one_worker_has_nobody_to_share_weights_with(tiny: Tiny) -> None:
+    with pytest.raises(DrafterError, match="training.parallel: shard .* set it to replicate"):
+        Session(tiny.request("lonely", parallel="shard"), Team())
+
+
 @pytest.mark.slow
 def test_sharded_weights_train_to_what_whole_ones_do_and_either_carries_on_the_other(tiny: Tiny) -> None:
     alone = tiny.request("alone", epochs=1)
