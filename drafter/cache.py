@@ -26,7 +26,7 @@ from threading import Lock
 
 from drafter.recipe import LoaderSection
 from storage.errors import StoreError
-from storage.object_store import ObjectStore
+from storage.object_store import ObjectStore, Tail
 from storage.objects import LocalStore, open_store
 from storage.reader import Dataset
 from storage.zarr_array import crc32c
@@ -68,13 +68,14 @@ class CachedStore(ObjectStore):
         self._bytes, self._added = 0, limit  # measured before the first write
         self._paused_until = 0.0
 
-    def get_view(self, key: str, start: int, length: int) -> memoryview:
+    def get_view(self, key: str, start: int, length: int, tag: str | None = None) -> memoryview:
+        """What is kept came from an object that matched the fingerprint, so its tag is of no account any more."""
         if self.name is None or not length:
-            return self.store.get_view(key, start, length)
+            return self.store.get_view(key, start, length, tag)
         name = f"{self.name}/{key.replace('/', '-')}.{start}.{length}"
         if (found := self._kept(name, length)) is not None:
             return found
-        view = self.store.get_view(key, start, length)
+        view = self.store.get_view(key, start, length, tag)
         with self._lock:
             self.counts.misses += 1
         if len(view) == length:
@@ -163,7 +164,7 @@ class CachedStore(ObjectStore):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self.store.get_range(key, start, length)
 
-    def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
+    def get_tail(self, key: str, length: int) -> Tail:
         return self.store.get_tail(key, length)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:

@@ -251,7 +251,7 @@ def _sha256(data: bytes) -> str:
 
 def read_whole(store: ObjectStore, key: str) -> bytes:
     """The object, in ranges of at most RANGE_BYTES. Raises ObjectMissing."""
-    _, size = store.get_tail(key, 1)
+    size = store.get_tail(key, 1).size
     if size <= RANGE_BYTES:
         return store.get(key)
     data = bytearray(size)

@@ -96,7 +96,7 @@ at most {_tau(tau, evaluate.CEILING)} on sampled text)
 Where things are
   {uri}  the dataset (Zarr v3, sealed, fingerprint {seal.fingerprint[:12]})
   {recipe.dataset.inputs_uri}  prompts and responses
-  {recipe.dataset.vocab_uri}  coverage.json, token counts, d2t/t2d
+  {recipe.vocab_uri}  coverage.json, token counts, d2t/t2d
   {run_.uri}  the run: drafter/ (for SGLang), checkpoints, metrics.jsonl, evaluation.json and .svg, serve.json
 
 Try next
@@ -115,7 +115,7 @@ def _tau(found: dict[str, float | None], name: str) -> str:
 
 def load_vocabulary(recipe: Recipe) -> tuple[DraftVocab, TokenCounts]:
     """The draft vocabulary that `coverage` saved, and the held-out counts."""
-    store = open_store(recipe.dataset.vocab_uri)
+    store = open_store(recipe.vocab_uri)
     parts = {name: store.get(name) for name in (TENSORS, HEADER)}
     return DraftVocab.from_bytes(parts, store.uri), TokenCounts.from_parquet(store.get("held_out_counts.parquet"))
 
