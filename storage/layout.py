@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from storage.codecs import codec_by_name
 from storage.plan import Plan
 from storage.teacher import teacher_metadata
-from storage.zarr_array import array_metadata, encode_chunk, group_metadata, sharded_metadata
+from storage.token_chunks import SequenceRows, TableRows, token_chunks
+from storage.zarr_array import array_metadata, group_metadata, sharded_metadata
 
 FORMAT = "statehouse"
 # Readers refuse a higher major version; a minor one only adds what old readers may ignore.
@@ -47,10 +48,10 @@ def parquet_bytes(table: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def plan_objects(plan: Plan, sequences: pa.Table) -> Iterator[tuple[str, bytes]]:
+def plan_objects(plan: Plan, sequences: pa.Table | SequenceRows) -> Iterator[tuple[str, bytes]]:
     """Every object that is written at plan time except plan.json: (key, bytes), one at a time.
 
-    sequences: `TOKENS_SCHEMA`, the table the plan was made from.
+    sequences: what the plan was made from, a table of `TOKENS_SCHEMA` or `storage.spool.SpooledSequences`.
     """
     geometry, contract, codec = plan.geometry, plan.contract, codec_by_name(plan.codec)
     total, layers, hidden_size = geometry.tokens, geometry.layers, geometry.hidden_size
@@ -81,38 +82,7 @@ def plan_objects(plan: Plan, sequences: pa.Table) -> Iterator[tuple[str, bytes]]
     yield from teacher_metadata(plan.teacher, total, geometry.shard_tokens)
     for array, dtype, fill in (("tokens", np.dtype("int32"), -1), ("loss_mask", np.dtype("bool"), False)):
         yield f"{array}/zarr.json", array_metadata([total], [TOKEN_CHUNK], dtype.name, fill, ["token"])
-    yield from _token_chunks(plan, sequences)
-
-
-def _token_chunks(plan: Plan, sequences: pa.Table) -> Iterator[tuple[str, bytes]]:
-    ids, masks = _TokenLists(sequences["token_ids"], "int32"), _TokenLists(sequences["loss_mask"], "bool")
-    length = plan.column("length").astype(np.int64)
-    order = np.argsort(plan.column("start"))
-    start = plan.column("start")[order]
-    end = start + length[order]
-    for chunk in range(-(-plan.geometry.tokens // TOKEN_CHUNK)):
-        low, high = chunk * TOKEN_CHUNK, (chunk + 1) * TOKEN_CHUNK
-        first = int(np.searchsorted(end, low, side="right"))
-        last = int(np.searchsorted(start, high, side="left"))
-        for array, lists, fill in (("tokens", ids, -1), ("loss_mask", masks, False)):
-            block = np.full(TOKEN_CHUNK, fill, lists.dtype)
-            for at in range(first, last):
-                begin, stop = max(low, int(start[at])), min(high, int(end[at]))
-                values = lists.row(int(order[at]))
-                block[begin - low : stop - low] = values[begin - int(start[at]) : stop - int(start[at])]
-            yield token_key(array, chunk), encode_chunk(block)
-
-
-class _TokenLists:
-    """A column of lists, by row. In the chunks it came in: one Arrow list array holds at most 2**31 - 1 values."""
-
-    def __init__(self, column: pa.ChunkedArray, dtype: str) -> None:
-        self.dtype = np.dtype(dtype)
-        self._flat = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-        self._offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
-        self._first = np.cumsum([0, *map(len, column.chunks)])
-
-    def row(self, index: int) -> np.ndarray:
-        chunk = int(np.searchsorted(self._first, index, side="right")) - 1
-        offsets, at = self._offsets[chunk], index - int(self._first[chunk])
-        return self._flat[chunk][offsets[at] - offsets[0] : offsets[at + 1] - offsets[0]]
+    rows = TableRows(sequences) if isinstance(sequences, pa.Table) else sequences
+    for chunk, ids, mask in token_chunks(plan, rows, TOKEN_CHUNK):
+        yield token_key("tokens", chunk), ids
+        yield token_key("loss_mask", chunk), mask

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,9 @@ from storage.codecs import codec_by_name
 from storage.contract import Contract, sha256_json
 from storage.errors import StatehouseError
 from storage.teacher import NONE, parse_teacher
+
+if TYPE_CHECKING:
+    from storage.spool import SpooledSequences
 
 # A chunk of one plane is at least this large, so that zstd's tables pay and requests stay few.
 _CHUNK_BYTES = 256 * 1024
@@ -256,13 +260,21 @@ def _length_prefixed(values: pa.Array) -> np.ndarray:
 
 
 def make_plan(
-    sequences: pa.Table, contract: Contract, codec: str, *, shard_length: int | None = None, teacher: str = NONE
+    sequences: pa.Table | SpooledSequences,
+    contract: Contract,
+    codec: str,
+    *,
+    shard_length: int | None = None,
+    teacher: str = NONE,
 ) -> Plan:
-    """Places `sequences` (`TOKENS_SCHEMA`, ordered by id, ids unique).
+    """Places `sequences` (`TOKENS_SCHEMA`, ordered by id, ids unique; or `storage.spool`, where they fit no memory).
 
     Raises StatehouseError when there are none, when an id is outside the vocabulary, or when `shard_length` is too
     large for one PUT.
     """
+    if not isinstance(sequences, pa.Table):
+        sequences.require_vocabulary(contract.vocab_size)
+        return plan_lengths(sequences.table, contract, codec, shard_length=shard_length, teacher=teacher)
     _check_ids(sequences, contract.vocab_size)
     lengths = np.concatenate([chunk.value_lengths().to_numpy() for chunk in sequences["token_ids"].chunks] or [[]])
     return plan_lengths(

@@ -60,7 +60,11 @@ def sequence_table(sequences: Iterable[Sequence]) -> pa.Table:
         if key not in kept or (sequence.source, sequence.group) < (kept[key].source, kept[key].group):
             kept[key] = sequence
     ids = sorted(kept)
-    rows: Seq[Sequence] = [kept[key] for key in ids]
+    return tokens_table(ids, [kept[key] for key in ids])
+
+
+def tokens_table(ids: Seq[str], rows: Seq[Sequence]) -> pa.Table:
+    """`TOKENS_SCHEMA` of sequences with these ids, in the order given."""
     return pa.table(
         {
             "id": ids,

@@ -11,11 +11,12 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
+from storage.codecs import codec_by_name
 from storage.commit import load_plan_document, package_versions, publish_plan
 from storage.contract import Contract
 from storage.errors import ShardCorrupt, StatehouseError
@@ -23,7 +24,8 @@ from storage.objects import ObjectStore, open_store
 from storage.plan import Plan, make_plan
 from storage.reader import open_dataset
 from storage.seal import Seal, seal_dataset
-from storage.sequences import Sequence, sequence_id, sequence_table
+from storage.sequences import Sequence, sequence_id
+from storage.spool import SequenceSpool
 from storage.writer import ShardWriter
 
 # Sequences whose states calibrate the exponent offsets: spread over the ids, so over all files.
@@ -33,13 +35,18 @@ NOTE = "statehouse.json"
 Step = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """where: the file, for messages. states(): bf16 bit patterns uint16 [T, L, H]; raises StatehouseError."""
+class Sample(NamedTuple):
+    """states(): bf16 bit patterns uint16 [T, L, H], read when they are needed; raises StatehouseError."""
 
-    where: str
     sequence: Sequence
     states: Callable[[], np.ndarray]
+
+
+class States(NamedTuple):
+    """What is kept of a sample. where: the file, for messages."""
+
+    where: str
+    read: Callable[[], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -52,60 +59,71 @@ class Imported:
 
 
 def import_samples(
-    samples: Iterable[Sample],
+    files: Iterable[tuple[Path, Callable[[], Sample]]],
     uri: str,
     contract: Contract,
     codec: str,
     origin: dict[str, Any],
     *,
+    skip_bad: bool = False,
     verify: bool = True,
     step: Step | None = None,
-    skipped: dict[str, str] | None = None,
 ) -> Imported:
-    """Makes a sealed dataset at `uri`. Memory: all tokens, and the states of one shard.
+    """Makes a sealed dataset at `uri`. Tokens wait on disk; in memory lie ids, file names and the states of one shard.
 
-    verify: read every sequence back and compare it with the file, bit for bit (lossless codecs) or in shape.
-    step(tokens): called as sequences are written, and again as they are verified.
+    files: each with what reads it. origin: for the provenance; the number of files is added.
+    skip_bad: leave out what cannot be read, and say so. verify: read every sequence back and compare it with the file, bit
+    for bit (lossless codecs) or in shape. step(tokens): called as sequences are written, and again as they are verified.
     Raises PlanConflict when the URI holds something else, ShardCorrupt when a comparison fails.
     """
-    by_id: dict[str, Sample] = {}
-    count = 0
-    for sample in samples:
-        count += 1
-        by_id.setdefault(sample.sequence.id, sample)
-    if not by_id:
-        raise StatehouseError(f"{origin.get('folder', 'the folder')}: no samples to convert")
-    table = sequence_table(sample.sequence for sample in by_id.values())
-    plan = make_plan(table, contract, codec)
     store = open_store(uri)
-    store.probe()
-    publish_plan(store, plan, table)
     step = step or (lambda _tokens: None)
-    _fill(store, plan, by_id, step)
-    seal = seal_dataset(store, plan, {"converted_from": origin, "versions": package_versions("statehouse", "numpy")})
+    states: dict[str, States] = {}
+    skipped: dict[str, str] = {}
+    count = 0
+    with SequenceSpool() as spool:
+        for path, read in files:
+            count += 1
+            try:
+                sample = read()
+            except StatehouseError as error:
+                if not skip_bad:
+                    raise
+                skipped[str(path)] = str(error)
+                continue
+            states.setdefault(spool.add(sample.sequence), States(str(path), sample.states))
+        if not states:
+            raise StatehouseError(f"{origin.get('folder', 'the folder')}: no samples to convert")
+        sequences = spool.finish()
+        plan = make_plan(sequences, contract, codec)
+        store.probe()
+        publish_plan(store, plan, sequences)
+    _fill(store, plan, states, step)
+    about = {"converted_from": {**origin, "files": count}, "versions": package_versions("statehouse", "numpy")}
+    seal = seal_dataset(store, plan, about)
     if verify:
-        _compare(uri, by_id, step)
-    return Imported(seal, count - len(by_id), dict(skipped or {}))
+        _compare(uri, states, step)
+    return Imported(seal, spool.count - len(states), skipped)
 
 
-def _fill(store: ObjectStore, plan: Plan, by_id: dict[str, Sample], step: Step) -> None:
+def _fill(store: ObjectStore, plan: Plan, by_id: dict[str, States], step: Step) -> None:
     writer = ShardWriter.from_uri(store.uri)
-    ids = plan.table["id"].to_pylist()
+    ids, lengths = plan.table["id"].to_pylist(), plan.column("length")
     shape = (plan.geometry.layers, plan.geometry.hidden_size)
     if not writer.calibrated:
         rows = np.unique(np.linspace(0, len(ids) - 1, min(_CALIBRATION, len(ids))).astype(int))
-        writer.calibrate(np.concatenate([_states(by_id[ids[row]], shape) for row in rows]))
+        writer.calibrate(np.concatenate([_states(by_id[ids[row]], int(lengths[row]), shape) for row in rows]))
     for unit in plan.units():
         if writer.find(unit.shard, unit.tokens) is None:
-            bits = np.concatenate([_states(by_id[ids[int(row)]], shape) for row in unit.rows])
+            bits = np.concatenate([_states(by_id[ids[row]], int(lengths[row]), shape) for row in unit.rows.tolist()])
             writer.write(
                 unit.shard, bits, len(unit.rows), written_by={"converted": by_id[ids[int(unit.rows[0])]].where}
             )
         step(unit.tokens)
 
 
-def _states(sample: Sample, shape: tuple[int, int]) -> np.ndarray:
-    bits, expected = sample.states(), (len(sample.sequence.token_ids), *shape)
+def _states(sample: States, length: int, shape: tuple[int, int]) -> np.ndarray:
+    bits, expected = sample.read(), (length, *shape)
     if bits.shape != expected:
         raise StatehouseError(
             f"{sample.where}: states of shape {list(bits.shape)}, its tokens and the contract make {list(expected)}; "
@@ -114,12 +132,12 @@ def _states(sample: Sample, shape: tuple[int, int]) -> np.ndarray:
     return bits
 
 
-def _compare(uri: str, by_id: dict[str, Sample], step: Step) -> None:
+def _compare(uri: str, by_id: dict[str, States], step: Step) -> None:
     dataset = open_dataset(uri)
-    lossy = bool(getattr(_codec(dataset.plan.codec), "lossy", False))
+    lossy = codec_by_name(dataset.plan.codec).lossy
     for states in dataset.stream():
         sample = by_id[states.id]
-        bits = sample.states()
+        bits = sample.read()
         same = states.hidden.shape == bits.shape and (lossy or bool((states.hidden.view(np.uint16) == bits).all()))
         if not same or sequence_id(states.token_ids, states.loss_mask) != states.id:
             raise ShardCorrupt(
@@ -127,12 +145,6 @@ def _compare(uri: str, by_id: dict[str, Sample], step: Step) -> None:
                 f"meanwhile? run `statehouse verify --full {uri}`"
             )
         step(len(states.token_ids))
-
-
-def _codec(name: str) -> Any:
-    from storage.codecs import codec_by_name
-
-    return codec_by_name(name)
 
 
 def to_token_ids(values: np.ndarray, where: str) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +63,9 @@ def import_specforge(
     paths = sorted([*folder.rglob("*.ckpt"), *folder.rglob("*.ckpt.gz")])
     if not paths:
         raise StatehouseError(f"{folder}: no *.ckpt or *.ckpt.gz below it; give the folder of SpecForge's features")
-    skipped: dict[str, str] = {}
-    samples = _samples(paths, terms, source, skipped if skip_bad else None)
-    origin = {"format": "specforge", "folder": str(folder.absolute()), "files": len(paths)}
-    return import_samples(samples, uri, terms, codec, origin, verify=verify, step=step, skipped=skipped)
-
-
-def _samples(paths: list[Path], contract: Contract, source: str, skipped: dict[str, str] | None) -> Iterator[Sample]:
-    for path in paths:
-        try:
-            yield _sample(path, contract, source)
-        except StatehouseError as error:
-            if skipped is None:
-                raise
-            skipped[str(path)] = str(error)
+    files = ((path, partial(_sample, path, terms, source)) for path in paths)
+    origin = {"format": "specforge", "folder": str(folder.absolute())}
+    return import_samples(files, uri, terms, codec, origin, skip_bad=skip_bad, verify=verify, step=step)
 
 
 def _sample(path: Path, contract: Contract, source: str) -> Sample:
@@ -102,7 +91,7 @@ def _sample(path: Path, contract: Contract, source: str) -> Sample:
                 f"{len(contract.capture_layers)} layers of {contract.hidden_size} make {[1, *shape]}; correct the contract"
             )
     sequence = Sequence(source, prompt_group(token_ids, loss_mask), token_ids, loss_mask)
-    return Sample(str(path), sequence, lambda: _states(path, contract))
+    return Sample(sequence, partial(_states, path, contract))
 
 
 def _states(path: Path, contract: Contract) -> np.ndarray:

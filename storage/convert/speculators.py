@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,15 @@ def import_speculators(
             )
         norm = FinalNorm.from_verifier(verifier)
         norm.require_size(terms.hidden_size)
-    rows = list(read_rows(folder))
-    skipped: dict[str, str] = {}
-    samples = _samples(folder, rows, terms, norm, source, skipped if skip_bad else None)
-    origin = {
-        "format": "speculators",
-        "folder": str(folder.absolute()),
-        "rows": len(rows),
-        "norm_applied": norm is not None,
-    }
-    return import_samples(samples, uri, terms, codec, origin, verify=verify, step=step, skipped=skipped)
+    files = (
+        (
+            path := folder / "hidden_states" / f"hs_{index}.safetensors",
+            partial(_sample, path, *row, terms, norm, source),
+        )
+        for index, row in enumerate(read_rows(folder))
+    )
+    origin = {"format": "speculators", "folder": str(folder.absolute()), "norm_applied": norm is not None}
+    return import_samples(files, uri, terms, codec, origin, skip_bad=skip_bad, verify=verify, step=step)
 
 
 def read_rows(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -111,24 +111,6 @@ def _row(ids: Any, mask: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     return to_token_ids(np.asarray(ids), where), np.asarray(mask) != 0
 
 
-def _samples(
-    folder: Path,
-    rows: list[tuple[np.ndarray, np.ndarray]],
-    contract: Contract,
-    norm: FinalNorm | None,
-    source: str,
-    skipped: dict[str, str] | None,
-) -> Iterator[Sample]:
-    for index, (token_ids, loss_mask) in enumerate(rows):
-        path = folder / "hidden_states" / f"hs_{index}.safetensors"
-        try:
-            yield _sample(path, token_ids, loss_mask, contract, norm, source)
-        except StatehouseError as error:
-            if skipped is None:
-                raise
-            skipped[str(path)] = str(error)
-
-
 def _sample(
     path: Path,
     token_ids: np.ndarray,
@@ -152,13 +134,15 @@ def _sample(
             f"{expected}; correct the contract, or convert the states to bfloat16 first"
         )
 
-    def states() -> np.ndarray:
-        bits, _ = read_tensor(path, "hidden_states")
-        if norm is None:
-            return bits
-        return np.concatenate([bits[:, :-1], norm.apply(np.ascontiguousarray(bits[:, -1]))[:, None]], axis=1)
+    sequence = Sequence(source, prompt_group(token_ids, loss_mask), token_ids, loss_mask)
+    return Sample(sequence, partial(_states, path, norm))
 
-    return Sample(str(path), Sequence(source, prompt_group(token_ids, loss_mask), token_ids, loss_mask), states)
+
+def _states(path: Path, norm: FinalNorm | None) -> np.ndarray:
+    bits, _ = read_tensor(path, "hidden_states")
+    if norm is None:
+        return bits
+    return np.concatenate([bits[:, :-1], norm.apply(np.ascontiguousarray(bits[:, -1]))[:, None]], axis=1)
 
 
 def export_speculators(
