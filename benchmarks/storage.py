@@ -30,6 +30,7 @@ from benchmarks.corpus import HIDDEN, Corpus, fill_dataset, fill_files, plan_cor
 from benchmarks.memory import measure
 from benchmarks.opening import CountingStore, length_table, plan_lengths, write_without_states
 from benchmarks.opening import contract as kimi_like
+from benchmarks.planning import measure as with_tokens
 from benchmarks.proxy import proxy_process
 from benchmarks.readers import READERS, Reader, safetensors_parallel
 from benchmarks.real_states import order_0_bound, smollm2_states
@@ -56,6 +57,7 @@ class Settings:
         self.synthetic_tokens, self.real_tokens = (320, 512) if quick else (576, 8192)
         self.stream_bytes = 10_000_000_000
         self.written = 1 if quick else 6
+        self.planned_with_tokens = 20_000 if quick else 1_000_000
 
 
 def timed(action: Callable[[], object]) -> tuple[float, float]:
@@ -285,7 +287,7 @@ def memory(report: Report, settings: Settings, corpus: Corpus) -> None:
     report.measured("stream_memory_over_bound", grown / allowed)
 
 
-def planning(report: Report) -> None:
+def planning(report: Report, settings: Settings) -> None:
     code = """
 import json, resource, time
 from benchmarks.opening import contract, length_table, plan_lengths
@@ -303,6 +305,12 @@ print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAG
     report.measured("plan_seconds", seconds)
     report.measured("plan_gib", peak / 2**30)
     report.measured("plan_padding", padding)
+    # With the tokens, from Parquet: a fiftieth of them in --quick, since a file of 7 GB takes longer to make than to plan.
+    found = with_tokens(settings.planned_with_tokens)
+    name, note = f"{found['sequences']:,} sequences with their tokens", f"{found['tokens']:,} tokens"
+    report.row(f"planning {name}", "s", [found["plan_seconds"]], note=f"from Parquet, ids made again, {note}")
+    report.row(f"storing {name}", "s", [found["publish_seconds"]], note="to a folder")
+    report.row(f"both: memory of {name}", "GiB", [found["peak_bytes"] / 2**30], note="peak resident")
 
 
 def opening(report: Report, settings: Settings) -> None:
@@ -353,7 +361,7 @@ def main() -> None:
             "memory": lambda: memory(report, settings, corpus),
             "writing": lambda: writing(report, settings, corpus),
             "opening": lambda: opening(report, settings),
-            "planning": lambda: planning(report),
+            "planning": lambda: planning(report, settings),
             "codecs": lambda: codecs(report, settings),
         }
         for name, step in steps.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,8 +46,10 @@ class Difference:
         return asdict(self)
 
 
-def diff_datasets(a: Dataset, b: Dataset, *, sample: int = 32) -> Difference:
-    """Compares two datasets; states on at most `sample` of the sequences that both hold.
+def diff_datasets(
+    a: Dataset, b: Dataset, *, sample: int = 32, progress: Callable[[int], None] | None = None
+) -> Difference:
+    """Compares two datasets; states on at most `sample` of the sequences that both hold; progress(1) after each.
 
     `same` says that fingerprints are equal: same contract, same sequences in the same places, same bytes and exponent offsets.
     """
@@ -77,7 +80,7 @@ def diff_datasets(a: Dataset, b: Dataset, *, sample: int = 32) -> Difference:
         found.shards = [at for at, (one, two) in enumerate(zip(*tables, strict=True)) if offsets or one != two]
     if shared and (a.contract.layers, a.contract.hidden_size) == (b.contract.layers, b.contract.hidden_size):
         step = np.unique(np.linspace(0, len(shared) - 1, min(sample, len(shared))).astype(int))
-        found.states = _states(a, b, [(rows_a[shared[at]], rows_b[shared[at]]) for at in step])
+        found.states = _states(a, b, [(rows_a[shared[at]], rows_b[shared[at]]) for at in step], progress)
     return found
 
 
@@ -87,7 +90,7 @@ def _layout(a: Dataset, b: Dataset) -> list[str]:
     return differing + [f"{name}: {mine[name]:,} != {theirs[name]:,}" for name in mine if mine[name] != theirs[name]]
 
 
-def _states(a: Dataset, b: Dataset, rows: list[tuple[int, int]]) -> Comparison:
+def _states(a: Dataset, b: Dataset, rows: list[tuple[int, int]], progress: Callable[[int], None] | None) -> Comparison:
     layers = a.contract.layers
     error, norm, cosine, tokens = np.zeros(layers), np.zeros(layers), np.zeros(layers), 0
     result = Comparison(compared=len(rows))
@@ -100,6 +103,8 @@ def _states(a: Dataset, b: Dataset, rows: list[tuple[int, int]]) -> Comparison:
         lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
         cosine += (np.einsum("tlh,tlh->tl", x, y) / np.maximum(lengths, 1e-30)).sum(0)
         tokens += len(x)
+        if progress is not None:
+            progress(1)
     names = layer_names(a.contract)
     relative = np.sqrt(error / np.maximum(norm, 1e-300))
     result.relative_l2 = dict(zip(names, relative.tolist(), strict=True))

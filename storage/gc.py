@@ -6,7 +6,7 @@ reason only what is older than a day counts. Datasets nested under the URI are n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -48,8 +48,10 @@ def find_garbage(store: ObjectStore, *, older_than: timedelta = DAY, now: dateti
     return [Garbage(key, listed[key][0], listed[key][1]) for key in unplanned if now - listed[key][1] >= older_than]
 
 
-def delete_garbage(store: ObjectStore, garbage: Iterable[Garbage]) -> int:
-    """Deletes them, after one more look at the plan and the seals; returns the bytes freed."""
+def delete_garbage(
+    store: ObjectStore, garbage: Iterable[Garbage], *, progress: Callable[[int], None] | None = None
+) -> int:
+    """Deletes them, after one more look at the plan and the seals; returns the bytes freed. progress(1) after each."""
     document, seals = load_plan_document(store), load_seals(store)
     garbage = list(garbage)
     _require_known(store, store.sizes(), document, seals)
@@ -59,6 +61,8 @@ def delete_garbage(store: ObjectStore, garbage: Iterable[Garbage]) -> int:
         if one.key in still:
             store.delete(one.key)
             freed += one.bytes
+        if progress is not None:
+            progress(1)
     return freed
 
 

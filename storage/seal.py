@@ -9,7 +9,7 @@ fingerprint still resolves (`resolve_fingerprint`), with a message that says wha
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from storage.shard import ShardIdentity, corrupt, read_footer
 from storage.teacher import FOLDER, NONE, wrong_object
 from storage.writer import shard_identity
 
+Progress = Callable[[int], None]
 SHARDS_SCHEMA = pa.schema(
     [
         ("shard", pa.int32()),
@@ -106,12 +107,16 @@ def shards_table_key(number: int) -> str:
 
 
 def scan_shards(
-    store: ObjectStore, plan: Plan, only: Iterable[int] | None = None, threads: int = 16
+    store: ObjectStore,
+    plan: Plan,
+    only: Iterable[int] | None = None,
+    threads: int = 16,
+    progress: Progress | None = None,
 ) -> tuple[dict[int, Scanned], dict[int, str]]:
     """Reads the footer of every planned shard: what the good ones say, {shard: why} of the bad.
 
     Shards in neither are missing: each is asked for by its key, since a list may leave objects out. Bad: damaged, of
-    another plan, or with other offsets than those stored.
+    another plan, or with other offsets than those stored. progress(1) is called for each shard that was looked at.
     """
     identity: ShardIdentity = shard_identity(plan)
     offset = offset_hash(plan.codec, load_offset(store, (plan.geometry.layers, plan.geometry.hidden_size)))
@@ -132,6 +137,8 @@ def scan_shards(
             pass
         except ShardCorrupt as error:
             bad[shard] = str(error)
+        if progress is not None:
+            progress(1)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(check, range(plan.geometry.shards) if only is None else only))
@@ -144,12 +151,15 @@ def seal_dataset(
     provenance: dict[str, Any] | None = None,
     *,
     max_quarantine_share: float = 0.01,
+    progress: Progress | None = None,
 ) -> Seal:
     """Seals a complete dataset; returns the newest seal that is there if somebody else was first.
 
+    progress(1) is called for each shard that was looked at.
+
     Raises ShardCorrupt naming bad shards, DatasetNotSealed naming missing ones or too many quarantined sequences.
     """
-    receipts = _all_receipts(store, plan)
+    receipts = _all_receipts(store, plan, progress)
     quarantined = {key: why for one in receipts for key, why in one.receipt.quarantined.items()}
     if len(quarantined) > max_quarantine_share * len(plan.table):
         key, why = min(quarantined.items())
@@ -211,8 +221,8 @@ def reseal(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = N
     return seal
 
 
-def _all_receipts(store: ObjectStore, plan: Plan) -> list[Scanned]:
-    good, bad = scan_shards(store, plan)
+def _all_receipts(store: ObjectStore, plan: Plan, progress: Progress | None = None) -> list[Scanned]:
+    good, bad = scan_shards(store, plan, progress=progress)
     if bad:
         shard, why = min(bad.items())
         raise ShardCorrupt(f"{why}" if len(bad) == 1 else f"{len(bad)} bad shards ({some(bad)}); shard {shard}: {why}")

@@ -78,7 +78,8 @@ class SequenceSpool:
         Raises StatehouseError when the file is no such thing or an id does not belong to its tokens.
         """
         try:
-            with pq.ParquetFile(path) as file:
+            # Otherwise the whole file is read before the first batch comes.
+            with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
                 names = set(file.schema_arrow.names)
                 if missing := [name for name in TOKENS_SCHEMA.names if name not in names]:
                     raise StatehouseError(

@@ -6,6 +6,7 @@ sequences, spread evenly over the ids, which are hashes: so over everything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,8 +96,8 @@ def length_histogram(lengths: np.ndarray, bins: int = 24) -> list[tuple[int, int
     return [(int(low), int(low) + width, int(count)) for low, count in zip(edges[:-1], counts, strict=True)]
 
 
-def dataset_stats(dataset: Dataset, *, sample: int = 64) -> Stats:
-    """Reads at most `sample` sequences. Raises DatasetNotSealed, ShardCorrupt."""
+def dataset_stats(dataset: Dataset, *, sample: int = 64, progress: Callable[[int], None] | None = None) -> Stats:
+    """Reads at most `sample` sequences; progress(1) is called after each. Raises DatasetNotSealed, ShardCorrupt."""
     seal, shards = dataset.seal, dataset.shards_table()
     assert seal is not None  # shards_table has refused a dataset without
     lengths = dataset.sequences["length"].to_numpy()
@@ -113,6 +114,8 @@ def dataset_stats(dataset: Dataset, *, sample: int = 64) -> Stats:
         largest = np.maximum(largest, np.abs(values).max(0))
         counts += finite.sum(0)
         tokens += len(values)
+        if progress is not None:
+            progress(1)
     channel = np.sqrt(squares / np.maximum(counts, 1))
     layers = []
     for name, rms, row, top in zip(layer_names(dataset.contract), layer_rms(shards), channel, largest, strict=True):

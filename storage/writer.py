@@ -35,6 +35,10 @@ def document_identity(document: PlanDocument) -> ShardIdentity:
     )
 
 
+# Stores of this process that honour create-only PUTs.
+_probed: set[str] = set()
+
+
 def _unwatched(_stage: str) -> AbstractContextManager[None]:
     return nullcontext()
 
@@ -45,6 +49,13 @@ class Written:
 
     receipt: Receipt
     created: bool
+
+
+def _require_create_only(store: ObjectStore) -> None:
+    """The store's probe, once in this process. Raises StoreError."""
+    if store.uri not in _probed:
+        store.probe()
+        _probed.add(store.uri)
 
 
 class ShardWriter:
@@ -64,6 +75,7 @@ class ShardWriter:
     def from_uri(cls, uri: str) -> ShardWriter:
         store = open_store(uri)
         document = load_plan_document(store)
+        _require_create_only(store)
         return cls(store, document_identity(document))
 
     @property

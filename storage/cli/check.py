@@ -122,9 +122,11 @@ def _seal(args: argparse.Namespace, console: Console) -> Outcome:
     The extract job does the same at its end; this is for datasets whose driver died just before, or whose seal was lost.
     """
     store = open_store(args.uri)
-    seal = seal_dataset(
-        store, load_plan(store), {"sealed_with": "statehouse seal"}, max_quarantine_share=args.max_quarantine
-    )
+    plan = load_plan(store)
+    with bar(args, "seal", plan.geometry.shards, "shards") as advance:
+        seal = seal_dataset(
+            store, plan, {"sealed_with": "statehouse seal"}, max_quarantine_share=args.max_quarantine, progress=advance
+        )
     console.print(
         f"sealed {seal.fingerprint}: {seal.sequences:,} sequences, {seal.tokens:,} tokens, {size(seal.stored_bytes)}"
     )
@@ -162,7 +164,10 @@ def _gc(args: argparse.Namespace, console: Console) -> Outcome:
         table.add_row(escape(one.key), f"{one.bytes:,}", one.modified.isoformat(timespec="seconds"))
     if garbage:
         console.print(table)
-    freed = delete_garbage(store, garbage) if args.delete else 0
+    freed = 0
+    if args.delete:
+        with bar(args, "gc", len(garbage), "keys") as advance:
+            freed = delete_garbage(store, garbage, progress=advance)
     total = sum(one.bytes for one in garbage)
     console.print(
         f"deleted {len(garbage)} keys, {size(freed)}"

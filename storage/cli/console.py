@@ -5,13 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 URI_HELP = "a folder, or for instance s3://bucket/datasets/kimi-k25"
@@ -92,14 +102,51 @@ def facts(console: Console, title: str, rows: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def bar(args: argparse.Namespace, what: str, total: int | None, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, where somebody is looking; yields what advances it."""
-    if args.json or not sys.stderr.isatty():
+    """Progress on stderr: a bar on a terminal, elsewhere a line every few seconds; nothing beside --json.
+
+    Yields what advances it by an amount of `unit`; any thread may call that.
+    """
+    if args.json:
         yield lambda _amount: None
         return
-    counted = (
-        (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (TextColumn("{task.completed:,.0f} tokens"),)
-    )
+    if not sys.stderr.isatty():
+        yield Lines(what, total, unit)
+        return
+    counted: tuple[ProgressColumn, ...] = (TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit),)
+    if unit == "bytes":
+        counted = (DownloadColumn(), TransferSpeedColumn())
+    elif total is None:
+        counted = (TextColumn("{task.completed:,.0f} " + unit),)
     columns = (TextColumn(what), BarColumn(), *counted, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda amount: progress.advance(task, amount)
+
+
+class Lines:
+    """Progress for logs: `copy 1.2 GiB of 4.0 GiB, 210.3 MiB/s, 14 s left`, at most every `every_s` seconds."""
+
+    def __init__(self, what: str, total: int | None, unit: str, every_s: float = 5.0) -> None:
+        self._what, self._total, self._unit, self._every_s = what, total, unit, every_s
+        self._done, self._lock = 0, Lock()
+        self._began = self._told = time.monotonic()
+
+    def __call__(self, amount: int) -> None:
+        with self._lock:
+            self._done += amount
+            now = time.monotonic()
+            if now - self._told < self._every_s:
+                return
+            self._told = now
+            line = self._line(now - self._began)
+        print(line, file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        def shown(count: float) -> str:
+            return size(int(count)) if self._unit == "bytes" else f"{count:,.0f}"
+
+        unit, rate = "" if self._unit == "bytes" else f" {self._unit}", self._done / seconds
+        if self._total is None:
+            return f"{self._what} {shown(self._done)}{unit}, {shown(rate)}/s"
+        left = f", {(self._total - self._done) / rate:,.0f} s left" if 0 < self._done <= self._total else ""
+        return f"{self._what} {shown(self._done)} of {shown(self._total)}{unit}, {shown(rate)}/s{left}"

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from storage.card import card_html
-from storage.cli.console import Outcome, command, count, facts, size
+from storage.cli.console import Outcome, bar, command, count, facts, size
 from storage.diff import diff_datasets
 from storage.errors import StoreError
 from storage.reader import open_dataset
@@ -59,7 +59,9 @@ def register(commands: Any) -> None:
 
 def _stats(args: argparse.Namespace, console: Console) -> Outcome:
     """Shows a dataset in numbers. Counts and norms cover all of it; channels are measured on a sample of sequences."""
-    stats = dataset_stats(open_dataset(args.uri), sample=args.sample)
+    dataset = open_dataset(args.uri)
+    with bar(args, "stats", min(args.sample, len(dataset)), "sequences") as advance:
+        stats = dataset_stats(dataset, sample=args.sample, progress=advance)
     facts(
         console,
         args.uri,
@@ -103,7 +105,8 @@ def _diff(args: argparse.Namespace, console: Console) -> Outcome:
 
     The exit code is 0 when their fingerprints are equal, and 1 otherwise.
     """
-    found = diff_datasets(open_dataset(args.a), open_dataset(args.b), sample=args.sample)
+    with bar(args, "diff", args.sample, "sequences") as advance:
+        found = diff_datasets(open_dataset(args.a), open_dataset(args.b), sample=args.sample, progress=advance)
     rows = {
         "contract": "; ".join(found.contract) or "equal: they can be used together",
         "recorded": "; ".join(found.recorded) or "equal",
@@ -128,7 +131,8 @@ def _diff(args: argparse.Namespace, console: Console) -> Outcome:
 def _card(args: argparse.Namespace, console: Console) -> Outcome:
     """Writes one self-contained HTML page about a dataset: contract, sizes, lengths, sources, norms. It loads nothing."""
     dataset = open_dataset(args.uri)
-    html = card_html(dataset, dataset_stats(dataset, sample=args.sample))
+    with bar(args, "card", min(args.sample, len(dataset)), "sequences") as advance:
+        html = card_html(dataset, dataset_stats(dataset, sample=args.sample, progress=advance))
     try:
         Path(args.output).write_text(html, encoding="utf-8")
     except OSError as error:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tiny import fails, fill, planned, sealed, sequences, states_of
 
 from storage.cli import main, size
+from storage.cli.console import Lines
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -104,3 +106,30 @@ def test_the_command_is_installed_and_teaches() -> None:
 
 def test_sizes_are_for_people() -> None:
     assert [size(0), size(1023), size(1536), size(5 * 2**40)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 TiB"]
+
+
+def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines("copy", 4 << 30, "bytes", every_s=0.0)
+    lines(1 << 30)
+    lines(1 << 30)
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"copy 1\.0 GiB of 4\.0 GiB, .*iB/s, [\d,]+ s left", first)
+    assert second.startswith("copy 2.0 GiB of 4.0 GiB")
+    Lines("seal", None, "shards", every_s=0.0)(3)
+    assert re.fullmatch(r"seal 3 shards, [\d,]+/s\n", capsys.readouterr().err)
+    Lines("seal", 9, "shards")(3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["stats", "seal", "card", "diff"])
+def test_long_commands_say_how_far_they_are(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = str(tmp_path / "dataset")
+    sealed(uri, sequences(12, 100))
+    monkeypatch.setattr(Lines.__init__, "__defaults__", (0.0,))
+    more = {"card": ["-o", str(tmp_path / "card.html")], "diff": [uri]}.get(command, [])
+    main([command, uri, *more])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert re.match(rf"{command} \d+ of \d+ (sequences|shards), ", lines[-1])

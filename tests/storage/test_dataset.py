@@ -26,6 +26,7 @@ from storage.errors import (
     PlanConflict,
     ShardCorrupt,
     StatehouseError,
+    StoreError,
 )
 from storage.objects import LocalStore, open_store
 from storage.plan import make_plan
@@ -323,3 +324,20 @@ def test_importing_storage_is_light() -> None:
     code = f"import storage, sys; print([m for m in {heavy!r} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
     assert result.stdout.strip() == "[]"
+
+
+class Overwrites(LocalStore):
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        self.put(key, data)
+        return True
+
+
+def test_a_writer_refuses_a_store_that_lets_writers_overwrite_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(str(tmp_path))
+    fill(str(tmp_path), plan, {0})
+    monkeypatch.setattr("storage.writer._probed", set())
+    monkeypatch.setattr("storage.writer.open_store", Overwrites)
+    with pytest.raises(StoreError, match="second create-only PUT"):
+        ShardWriter.from_uri(str(tmp_path))
