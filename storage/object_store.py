@@ -23,6 +23,10 @@ class EmptyObject(StoreError):
     """A range was asked of an object of zero bytes."""
 
 
+class CannotList(StoreError):
+    """This kind of store gives objects by their names only."""
+
+
 class ObjectChanged(StoreError):
     """The object at this key is another one than when its tag was taken."""
 

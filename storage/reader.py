@@ -6,6 +6,7 @@ is not the one the seal names is a ShardCorrupt that says which and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from storage.commit import load_offset, load_plan, load_plan_document, offset_ha
 from storage.contract import Contract
 from storage.errors import DatasetNotSealed, ShardCorrupt, StatehouseError
 from storage.fetch import ShardReader, Spent, twice
+from storage.object_store import CannotList
 from storage.objects import LocalStore, ObjectStore, open_store
 from storage.receipt import Receipt
 from storage.seal import Seal, load_seal, load_shards_table, scan_shards, seal_key
@@ -155,7 +157,8 @@ class Dataset:
         if self.plan.teacher != NONE:
             self._receipts = table["receipt"]
         if len(table) <= _LISTED_SHARDS:
-            twice(self._check_sizes)
+            with contextlib.suppress(CannotList):  # a web server: each shard is checked when it is first read
+                twice(self._check_sizes)
         return table["data_sha256"], table["index_sha256"]
 
     def _check_sizes(self) -> None:

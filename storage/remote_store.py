@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 from storage.errors import StoreError
-from storage.object_store import EmptyObject, ObjectChanged, ObjectMissing, ObjectStore, Tail
+from storage.object_store import CannotList, EmptyObject, ObjectChanged, ObjectMissing, ObjectStore, Tail
 
 Result = TypeVar("Result")
 _BROKEN = ("response body error", "invalid list response")
@@ -45,9 +45,15 @@ class RemoteStore(ObjectStore):
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         config: dict[str, Any] = {}
+        if uri.startswith("http://"):
+            options["allow_http"] = True
         if uri.startswith("s3") and endpoint:
+            if _true("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"):  # obstore wants the bucket in the endpoint's name then
+                endpoint = _with_bucket(endpoint, urlparse(uri).netloc)
             config["endpoint"] = endpoint
             options["allow_http"] = endpoint.startswith("http://")
+        if uri.startswith("s3") and _true("AWS_NO_SIGN_REQUEST"):
+            config["skip_signature"] = True
         retry = {
             "max_retries": _MAX_RETRIES,
             "retry_timeout": timedelta(seconds=60),
@@ -107,7 +113,8 @@ class RemoteStore(ObjectStore):
             broken_off = any(text in str(error) for text in (_BROKEN_PUT if put else _BROKEN))
             raise (_BrokenOff if broken_off else StoreError)(
                 f"{where}: the store failed ({code or _first_line(error)}); "
-                "check AWS_ENDPOINT_URL and that the server is up, then run the same command again"
+                f"check {'AWS_ENDPOINT_URL' if self.uri.startswith('s3') else 'the URI'} and that the server is up, then run the "
+                "same command again"
             ) from None
 
     def get(self, key: str) -> bytes:
@@ -170,6 +177,9 @@ class RemoteStore(ObjectStore):
         self._do(key, lambda: self._obstore.put(self._store, key, data), put=True)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
+        if self.uri.startswith("http"):
+            raise CannotList(f"{self.uri}: a web server cannot be listed")
+
         def sizes() -> dict[str, int]:
             pages = self._obstore.list(self._store, prefix=prefix or None)
             return {entry["path"]: entry["size"] for page in pages for entry in page}
@@ -190,6 +200,15 @@ class RemoteStore(ObjectStore):
     def delete(self, key: str) -> None:
         with contextlib.suppress(ObjectMissing):
             self._do(key, lambda: self._obstore.delete(self._store, key))
+
+
+def _true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
+
+
+def _with_bucket(endpoint: str, bucket: str) -> str:
+    scheme, _, host = endpoint.partition("://")
+    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
 
 
 def _s3_code(error: BaseException) -> str | None:
