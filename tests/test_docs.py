@@ -16,7 +16,7 @@ from tiny import sealed, states_of
 from storage.commit import PlanDocument
 from storage.contract import Contract
 from storage.plan import PLAN_SCHEMA, Geometry
-from storage.receipt import LossyError, Receipt
+from storage.receipt import LossyError, Receipt, SelfCheck
 from storage.seal import SHARDS_SCHEMA, Seal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +75,7 @@ def json_type(schema: dict[str, Any]) -> str:
         ("Fields of `geometry`", Geometry),
         ("Fields of a receipt", Receipt),
         ("Fields of `lossy_error`", LossyError),
+        ("Fields of `self_check`", SelfCheck),
         ("Fields of a seal", Seal),
     ],
 )
