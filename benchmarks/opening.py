@@ -14,6 +14,7 @@ from storage.commit import ObjectDigest, digest, plan_document, publish_offset, 
 from storage.objects import ObjectStore
 from storage.plan import Plan, plan_lengths
 from storage.receipt import Receipt
+from storage.shards_table import Scanned
 from storage.writer import offset_hash
 
 
@@ -57,7 +58,7 @@ def write_without_states(store: ObjectStore, plan: Plan) -> None:
     assert seal._publish(store, plan, receipts, 1, None, [], None) is not None
 
 
-def _receipt(common: dict[str, Any], shard: int, rows: int) -> seal.Scanned:
+def _receipt(common: dict[str, Any], shard: int, rows: int) -> Scanned:
     receipt = Receipt(
         **common,
         shard=shard,
@@ -70,7 +71,7 @@ def _receipt(common: dict[str, Any], shard: int, rows: int) -> seal.Scanned:
         non_finite=0,
         written_by={"host": "node", "pid": shard, "engine": "synthetic"},
     )
-    return seal.Scanned(receipt, rows * 38000 + 10_000, receipt.model_dump_json())
+    return Scanned(receipt, rows * 38000 + 10_000, receipt.model_dump_json())
 
 
 class CountingStore:

@@ -26,7 +26,8 @@ from storage.objects import ObjectStore, open_store
 from storage.plan import Plan, make_plan
 from storage.repair import clear_damaged_plan, damaged_shards, require_whole, restore_offset, settle
 from storage.reuse import Reusable, fill_reusable, find_reusable
-from storage.seal import Scanned, Seal, load_seal, scan_shards, seal_dataset, some
+from storage.seal import Seal, load_seal, scan_shards, seal_dataset, some
+from storage.shards_table import Scanned
 from storage.teacher import teacher_keys
 from storage.writer import ShardWriter, shard_identity
 

@@ -342,7 +342,7 @@ class Dataset:
         return read_ahead([(self, index) for index in order], ahead=ahead, ahead_bytes=ahead_bytes)
 
     def shards_table(self) -> pa.Table:
-        """Receipts of all shards (`storage.seal.SHARDS_SCHEMA`). Raises DatasetNotSealed."""
+        """Receipts of all shards (`storage.shards_table.SHARDS_SCHEMA`). Raises DatasetNotSealed."""
         return load_shards_table(self.store, self.seal or load_seal(self.store))
 
 

@@ -12,7 +12,7 @@ import base64
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,28 +34,11 @@ from storage.objects import ObjectMissing, ObjectStore
 from storage.plan import Plan
 from storage.receipt import Receipt
 from storage.shard import ShardIdentity, corrupt, read_footer
+from storage.shards_table import TEACHER_COLUMN, Scanned, covered_by, holds, shards_table
 from storage.teacher import FOLDER, NONE, wrong_object
 from storage.writer import shard_identity
 
 Progress = Callable[[int], None]
-SHARDS_SCHEMA = pa.schema(
-    [
-        ("shard", pa.int32()),
-        ("rows", pa.int32()),
-        ("sequences", pa.int32()),
-        ("object_bytes", pa.int64()),
-        ("data_bytes", pa.int64()),
-        ("data_sha256", pa.string()),
-        ("index_sha256", pa.string()),
-        ("non_finite", pa.int64()),
-        ("layer_rms", pa.list_(pa.float64())),
-        ("receipt", pa.string()),
-    ]
-)
-
-
-# Of datasets with a teacher summary: one digest over the shard's teacher objects.
-TEACHER_COLUMN = pa.field("teacher_sha256", pa.string())
 
 
 class Seal(BaseModel):
@@ -88,14 +71,6 @@ class Seal(BaseModel):
     changed_shards: list[int] = []
     # The bytes of the exponent_offset object (base64), so that losing it loses nothing: about 16 KB at H = 7168.
     offset_object: str | None = None
-
-
-class Scanned(NamedTuple):
-    """What the footer of a shard says. text: the receipt as it is written, with the keys of a later minor version."""
-
-    receipt: Receipt
-    object_bytes: int
-    text: str
 
 
 def seal_key(number: int) -> str:
@@ -191,7 +166,7 @@ def reseal(store: ObjectStore, plan: Plan, provenance: dict[str, Any] | None = N
     """
     newest, receipts = load_seal(store), _all_receipts(store, plan)
     _complete_copies(store, receipts)
-    table = _shards_table(receipts)
+    table = shards_table(receipts)
     try:
         sealed = load_shards_table(store, newest)
     except ShardCorrupt:
@@ -263,9 +238,9 @@ def _publish(
     provenance: dict[str, Any] | None,
 ) -> Seal | None:
     """PUTs the table of receipts, then the seal that names it. None when another seal of this number is there."""
-    table, key = _shards_table(receipts), shards_table_key(number)
+    table, key = shards_table(receipts), shards_table_key(number)
     data = layout.parquet_bytes(table)
-    if not store.create(key, data) and not _holds(data := store.get(key), table):
+    if not store.create(key, data) and not holds(data := store.get(key), table):
         if number == 1:
             raise ShardCorrupt(
                 f"{store.uri}/{key}: does not hold the receipts of the shards; delete it and run the extract job again"
@@ -375,39 +350,13 @@ def load_shards_table(store: ObjectStore, seal: Seal) -> pa.Table:
             f"make it again from the shards with `statehouse repair {store.uri}`"
         )
     table = pq.read_table(pa.BufferReader(data))
-    teacher = (
-        table[TEACHER_COLUMN.name].to_pylist() if TEACHER_COLUMN.name in table.schema.names else [None] * len(table)
-    )
-    digests = zip(table["data_sha256"].to_pylist(), table["index_sha256"].to_pylist(), teacher, strict=True)
-    shards = [covered(*three) for three in digests]
+    shards = covered_by(table)
     if content_fingerprint(seal.contract_hash, seal.plan_hash, seal.offset_hash, shards) != seal.fingerprint:
         raise ShardCorrupt(
             f"{store.uri}/{seal_key(seal.number)}: its fingerprint {seal.fingerprint[:12]} is not that of its contract, plan, "
             f"offsets and shards; restore it with `{restore_command(store.uri)}`"
         )
     return table
-
-
-def _holds(data: bytes, table: pa.Table) -> bool:
-    """Whether bytes are a Parquet file of this very table."""
-    try:
-        return bool(pq.read_table(pa.BufferReader(data)).equals(table))
-    except pa.ArrowException:
-        return False
-
-
-def _shards_table(receipts: list[Scanned]) -> pa.Table:
-    columns: dict[str, list[Any]] = {
-        name: [getattr(one.receipt, name) for one in receipts]
-        for name in SHARDS_SCHEMA.names
-        if name not in ("object_bytes", "receipt")
-    }
-    columns["object_bytes"] = [one.object_bytes for one in receipts]
-    columns["receipt"] = [one.text for one in receipts]
-    table = pa.table({name: columns[name] for name in SHARDS_SCHEMA.names}, schema=SHARDS_SCHEMA)
-    if not any(one.receipt.teacher for one in receipts):
-        return table
-    return table.append_column(TEACHER_COLUMN, pa.array([one.receipt.teacher_sha256 for one in receipts], pa.string()))
 
 
 def some(shards: Iterable[int]) -> str:

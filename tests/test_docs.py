@@ -17,7 +17,8 @@ from storage.commit import PlanDocument
 from storage.contract import Contract
 from storage.plan import PLAN_SCHEMA, Geometry
 from storage.receipt import LossyError, Receipt, SelfCheck
-from storage.seal import SHARDS_SCHEMA, Seal
+from storage.seal import Seal
+from storage.shards_table import SHARDS_SCHEMA
 
 ROOT = Path(__file__).resolve().parent.parent
 
