@@ -236,17 +236,22 @@ def _tau(tradeoff: dict[str, Any]) -> str:
     known = [row for row in tradeoff["sizes"] if row["tau"]]
     if len(known) < 2:
         return ""
-    lengths = list(known[-1]["tau"])
+    lengths, fitted = list(known[-1]["tau"]), bool(tradeoff.get("fitted"))
+    form = "{:.3f}" if fitted else "{:.2f}"
     rows = [
-        [f"{row['size']:,}", *(span(row["tau"][k]["average"], row["tau"][k]["none"], "{:.2f}") if k in row["tau"] else "-" for k in lengths)]
+        [f"{row['size']:,}", *(span(row["tau"][k]["average"], row["tau"][k]["none"], form) if k in row["tau"] else "-" for k in lengths)]
         for row in known
     ]  # fmt: skip
+    said = (
+        "Fitted to the rounds of a drafter with the whole vocabulary, by frequency of the token and step of the chain."
+        if fitted
+        else "From: tokens outside the vocabulary would have been accepted as often as any other. To: they would never have been."
+    )
     assumed = " The whole vocabulary's τ is assumed: give a measured one." if tradeoff["taus_assumed"] else ""
     return (
         "<h2>Acceptance length τ by draft length</h2>"
         + table(["ids", *(f"k = {k}" for k in lengths)], rows)
-        + '<p class="note">From: tokens outside the vocabulary would have been accepted as often as any other. To: they '
-        f"would never have been.{assumed}</p>"
+        + f'<p class="note">{said}{assumed}</p>'
     )
 
 
@@ -297,7 +302,7 @@ def _speed(tradeoff: dict[str, Any]) -> str:
     return (
         f"<h2>Speed on {escape(_where(tradeoff))}</h2>{chart}{speeds}"
         '<p class="note">Tokens per second of the whole batch at the best draft length, the speed-up over no speculation, '
-        "and that draft length. Bands: the two ends of τ.</p>"
+        f"and that draft length.{'' if tradeoff.get('fitted') else ' Bands: the two ends of τ.'}</p>"
     )
 
 

@@ -164,6 +164,7 @@ class Tradeoff:
             "step_times": "measured where given, else roofline" if q.machine.measured_step_s else "roofline",
             "taus_full": {str(k): tau for k, tau in q.taus.items()},
             "taus_assumed": q.assumed_tau,
+            "fitted": sorted(q.fitted),
             "sizes": [_texts(asdict(row)) for row in self.sizes],
             "speeds": [asdict(row) for row in self.speeds],
             "recommendation": asdict(self.recommendation),
@@ -300,9 +301,13 @@ def _recommend(found: Tradeoff, sensitivity: bool) -> Recommendation:
     else:
         row = next(r for r in found.sizes if r.size == size)
         known = "as fitted" if size in q.fitted else f"at {row.coverage:.2%} coverage"
+        ends = (f"{low[size] - 1:+.1%}", f"{high[size] - 1:+.1%}")
+        gain = ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+        fastest = max(low, key=low.__getitem__)
+        tie = "" if fastest == size else f"; the largest size within {_TIE:.1%} of the fastest, {fastest:,} ids"
         reason = (
-            f"{low[size] - 1:+.1%} to {high[size] - 1:+.1%} tokens per second over the whole vocabulary {known}, mean over "
-            f"{span}, each at its own best draft length; its lm_head is {row.share_of_step:.0%} of what a step reads, "
+            f"{gain} tokens per second over the whole vocabulary {known}, mean over "
+            f"{span}, each at its own best draft length{tie}; its lm_head is {row.share_of_step:.0%} of what a step reads, "
             f"not {found.sizes[-1].share_of_step:.0%}, and training costs "
             f"{row.training.flops_per_token / found.sizes[-1].training.flops_per_token:.0%} of the FLOPs"
         )
@@ -317,7 +322,7 @@ def _sensitivity(q: Question) -> dict[str, int]:
     variants: dict[str, Question] = {}
     for tau in (1.5, 2.0, 2.7, 3.3):
         if tau <= top + 1:
-            variants[f"tau({top}) = {tau}"] = replace(q, taus={top: tau}, fitted={})
+            variants[f"tau({top}) = {tau}"] = replace(q, taus={top: tau}, fitted=_refitted(q, {top: tau}, 1.0))
     for factor in (0.5, 2.0):
         changed = replace(assumed, draft_overhead_us=assumed.draft_overhead_us * factor)
         variants[f"overhead of a draft step x {factor:g}"] = replace(q, machine=replace(m, assumptions=changed))
@@ -335,8 +340,23 @@ def _sensitivity(q: Question) -> dict[str, int]:
             variants[f"batch sizes {inside[0]} to {inside[-1]} only"] = replace(q, batches=inside)
     if q.coverage:
         doubled = {size: max(1e-9, 1 - 2 * (1 - share)) for size, share in q.coverage.items()}
-        variants["twice the tokens outside"] = replace(q, coverage=doubled, fitted={})
+        variants["twice the tokens outside"] = replace(q, coverage=doubled, fitted=_refitted(q, q.taus, 2.0))
     return {name: _choice(_scores(answer(variant, sensitivity=False), "low")) for name, variant in variants.items()}
+
+
+def _refitted(q: Question, taus: Mapping[int, float], outside: float) -> dict[int, dict[int, float]]:
+    """The fit for another whole tau, and for `outside` times the loss: each size keeps its share of the gain."""
+    longest = max(q.draft_lengths)
+    before, after = chain_from_tau(q.taus, longest), chain_from_tau(taus, longest)
+
+    def kept(tau: float, k: int) -> float:
+        share = (tau - 1) / max(tau_of(before, k) - 1, 1e-12)
+        return max(0.0, 1 - outside * (1 - share))
+
+    return {
+        size: {k: 1 + (tau_of(after, k) - 1) * kept(tau, k) for k, tau in row.items() if k <= longest}
+        for size, row in q.fitted.items()
+    }
 
 
 def parse_pairs(texts: Sequence[str], what: str = "coverage", example: str = "32000=0.983") -> dict[int, float]:

@@ -16,7 +16,7 @@ from vocab.errors import VocabError
 from vocab.hardware import gpu
 from vocab.roofline import Assumptions, Machine
 from vocab.shapes import known_verifier
-from vocab.tradeoff import Question, answer, parse_pairs
+from vocab.tradeoff import Question, _refitted, answer, parse_pairs
 
 VERIFIER, DRAFTER = known_verifier("kimi-k2.5")
 STORY = Question(
@@ -227,3 +227,18 @@ def test_walks_give_a_fit_and_measured_steps_replace_the_roofline(
     (tmp_path / "steps.json").write_text("{}")
     assert main([*argv, "--counts", str(tmp_path / "counts.parquet")]) == 1
     assert "steps.json: expected the JSON of `vocab measure`" in capsys.readouterr().err
+
+
+def test_what_is_varied_keeps_the_fits_share_of_the_gain() -> None:
+    question = replace(
+        STORY, sizes=(32_000,), taus={1: 1.6, 2: 2.0}, draft_lengths=(1, 2), fitted={32_000: {1: 1.57, 2: 1.95}}
+    )
+    same = _refitted(question, question.taus, 1.0)
+    assert same[32000] == pytest.approx({1: 1.57, 2: 1.95})
+    lost = _refitted(question, question.taus, 2.0)
+    assert lost[32000] == pytest.approx({1: 1.54, 2: 1.90})
+    better = _refitted(question, {2: 2.5}, 1.0)[32000]
+    assert (better[2] - 1) / 1.5 == pytest.approx(0.95)
+    found = answer(replace(question, batches=(1,)))
+    assert found.to_dict()["fitted"] == [32000]
+    assert "as fitted" in found.recommendation.reason or found.recommendation.size == DRAFTER.vocab_size
