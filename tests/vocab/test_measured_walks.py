@@ -58,7 +58,7 @@ class Trigram:
 @pytest.fixture(scope="module")
 def texts() -> tuple[list[np.ndarray], int]:
     """Files as ids, and the number of ids."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:80]
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:56]
     words = [re.findall(r"\w+|[^\w\s]|\n +", path.read_text(errors="replace"))[:1500] for path in files]
     index: dict[str, int] = {}
     return [np.array([index.setdefault(word, len(index)) for word in one]) for one in words if len(one) > 300], len(
