@@ -275,7 +275,7 @@ def main() -> None:
         folder = Path(name)
         in_memory(report, 20 * million, repeats)
         growth(report, [10_000_000, 100_000_000, 1_000_000_000])
-        with_ray(report, folder, [40 * million, (100 if args.quick else 400) * million], repeats)
+        with_ray(report, folder, [40 * million, (100 if args.quick else 200) * million], repeats)
         against_peers(report, folder, 20 * million, repeats)
     report.show(args.json)
 
