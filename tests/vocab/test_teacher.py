@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import VOCAB, contract, sequences, unit_states
 
+from ray_jobs import counting, teacher_counting
 from ray_jobs.counting import dataset_tasks, open_all
 from ray_jobs.teacher_counting import count_task, count_teachers
 from storage import Dataset, open_dataset
@@ -113,6 +114,17 @@ def test_a_dataset_is_counted_sequence_by_sequence(dataset: Dataset) -> None:
         assert summary is not None
         np.add.at(expected[side], summary.argmax[:-1][dataset.tokens(row)[1][1:]], 1)
     assert np.array_equal(counts.argmax, expected)
+
+
+def test_what_tasks_send_adds_up_to_the_same(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "_LEAST_TASK_TOKENS", 400)
+    monkeypatch.setattr(teacher_counting, "run_tasks", lambda tasks, function: map(function, tasks))
+    datasets = open_all([dataset.uri])
+    many, one = dataset_tasks(datasets, 4)[0], {"uri": dataset.uri, "rows": np.arange(len(dataset))}
+    assert len(many) > 3
+    total, whole = count_teachers(datasets, many, VOCAB, SPLIT), count_task(one, VOCAB, SPLIT)
+    for name in ("argmax", "mass", "rest", "masses"):
+        assert np.allclose(getattr(total, name), getattr(whole, name)), name
 
 
 def test_datasets_without_a_summary_need_no_pass(tmp_path: Path) -> None:
