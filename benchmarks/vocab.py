@@ -92,10 +92,9 @@ def count_and_map(batches: Iterator[Any]) -> Any:
 def from_dataset(uri: str) -> Iterator[Any]:
     """The batches of a sealed dataset, without Ray."""
     from ray_jobs.counting import dataset_tasks, open_all, task_batches
-    from vocab.counting import Split
 
     for task in dataset_tasks(open_all([uri]), cores=0)[0]:
-        yield from task_batches(task, Split())
+        yield from task_batches(task, None)
 
 
 def from_files(paths: list[Path]) -> Iterator[Any]:

@@ -111,10 +111,10 @@ def opened(uri: str) -> _Tokens:
     return _Tokens(uri)
 
 
-def task_batches(task: dict[str, Any], split: Split) -> Iterator[Batch]:
+def task_batches(task: dict[str, Any], split: Split | None) -> Iterator[Batch]:
     """The sequences of a task, a few million tokens at a time, those of one side and source end to end.
 
-    In that order counting needs no further copy of the tokens.
+    In that order counting needs no further copy of the tokens. split: None where sides do not matter.
     """
     if task.get("path"):
         yield from read_batches([task["path"]], "prompt_group")
@@ -129,7 +129,7 @@ def task_batches(task: dict[str, Any], split: Split) -> Iterator[Batch]:
         first, last = int(start[begin]), int(start[end - 1] + length[end - 1])
         ids = tokens.window("tokens", "int32", first, last)
         mask = tokens.window("loss_mask", "bool", first, last)
-        sides = split.side_of(groups[begin:end])
+        sides = split.side_of(groups[begin:end]) if split else np.zeros(end - begin, np.int64)
         names = np.unique(np.array(sources[begin:end], dtype=str), return_inverse=True)[1]
         order = np.lexsort((names, sides))
         low = start[begin:end][order] - first // TOKEN_CHUNK * TOKEN_CHUNK
@@ -141,7 +141,7 @@ def task_batches(task: dict[str, Any], split: Split) -> Iterator[Batch]:
             sources=[sources[begin + at] for at in order.tolist()],
             groups=[groups[begin + at] for at in order.tolist()],
             where=tokens.dataset.uri,
-            sides=sides[order],
+            sides=sides[order] if split else None,
         )
 
 
