@@ -10,9 +10,12 @@ import numpy as np
 
 from ray_jobs.counting import opened, run_tasks
 from storage import Dataset, StatehouseError
-from storage.teacher import NONE
+from storage.teacher import NONE, TeacherSummary, join
 from vocab.counting import Split
 from vocab.teacher import TeacherCounts
+
+# Tokens counted at a time: 8 bytes each, and 8 more for every one of the top-k.
+_AT_ONCE = 1 << 18
 
 
 def count_teachers(
@@ -48,9 +51,31 @@ def count_task(task: dict[str, Any], vocab_size: int, split: Split) -> TeacherCo
     rows = np.asarray(task["rows"])
     sides = split.side_of(dataset.sequences["group"].take(rows).to_pylist())
     counts = TeacherCounts.empty(split.sides, vocab_size)
+    # In the order in which they lie, so that each shard is read once; each side's are counted when they are many enough.
+    held: dict[int, list[tuple[np.ndarray, TeacherSummary]]] = {side: [] for side in range(split.sides)}
+    tokens = dict.fromkeys(held, 0)
     for row, side in zip(rows.tolist(), sides.tolist(), strict=True):
         summary = dataset.teacher(row)
         assert summary is not None
-        _, loss_mask = dataset.tokens(row)
-        counts.add(side, loss_mask, summary.argmax, summary.logsumexp, summary.topk_ids, summary.topk_logits)
+        held[side].append((dataset.tokens(row)[1], summary))
+        tokens[side] += len(summary)
+        if tokens[side] >= _AT_ONCE:
+            _add(counts, side, held[side])
+            held[side], tokens[side] = [], 0
+    for side, rest in held.items():
+        if rest:
+            _add(counts, side, rest)
     return counts
+
+
+def _add(counts: TeacherCounts, side: int, held: list[tuple[np.ndarray, TeacherSummary]]) -> None:
+    masks, all_of = [mask for mask, _ in held], join([summary for _, summary in held])
+    counts.add(
+        side,
+        np.concatenate(masks),
+        all_of.argmax,
+        all_of.logsumexp,
+        all_of.topk_ids,
+        all_of.topk_logits,
+        lengths=[len(mask) for mask in masks],
+    )

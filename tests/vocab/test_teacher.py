@@ -120,6 +120,7 @@ def test_what_tasks_send_adds_up_to_the_same(dataset: Dataset, monkeypatch: pyte
     monkeypatch.setattr(counting, "_LEAST_TASK_TOKENS", 400)
     monkeypatch.setattr(teacher_counting, "run_tasks", lambda tasks, function: map(function, tasks))
     datasets = open_all([dataset.uri])
+    monkeypatch.setattr(teacher_counting, "_AT_ONCE", 500)
     many, one = dataset_tasks(datasets, 4)[0], {"uri": dataset.uri, "rows": np.arange(len(dataset))}
     assert len(many) > 3
     total, whole = count_teachers(datasets, many, VOCAB, SPLIT), count_task(one, VOCAB, SPLIT)
