@@ -37,6 +37,7 @@ from drafter.loader import Loader
 from drafter.recipe import LoaderSection, TrainingSection
 from drafter.sampler import WINDOW, Epoch, Rows, mixing
 from drafter.sources import Items
+from storage.buffers import BufferPool
 from storage.mix import Mixture, Part
 from storage.objects import open_store
 from storage.reader import open_dataset
@@ -72,14 +73,15 @@ def make_loader(uri: str, batches: list[np.ndarray], section: LoaderSection | No
     return Loader(mixture, Items.of(mixture, TrainingSection()), batches, section)
 
 
-def consume(uri: str, batches: list[np.ndarray], section: LoaderSection | None = None) -> Callable[[], object]:
-    """Reads these micro-batches, ready or not, from an open dataset."""
+def consume(uri: str, batches: list[np.ndarray]) -> Callable[[], object]:
+    """Reads these micro-batches from an open dataset, into memory that is used again, as within a run."""
     dataset = open_dataset(uri)
     mixture = Mixture([dataset], [Part(uri)])
-    items = Items.of(mixture, TrainingSection())
+    items, section = Items.of(mixture, TrainingSection()), LoaderSection()
+    buffers = BufferPool(section.ahead_bytes)
 
     def read() -> int:
-        with Loader(mixture, items, batches, section) as loader:
+        with Loader(mixture, items, batches, section, buffers=buffers) as loader:
             return sum(len(batch.token_ids_T) for batch in loader)
 
     return read
@@ -221,7 +223,8 @@ def _seconds_an_update(run: str) -> float:
 
 def sampler(report: Report) -> None:
     code = """
-import json, resource, time
+import json, time
+from pathlib import Path
 import numpy as np
 random = np.random.default_rng(0)
 lengths = np.clip(random.lognormal(7.13, 0.8, 1_000_000), 1, 8192).astype(np.int64)
@@ -230,7 +233,9 @@ from drafter.sampler import Epoch, Rows
 rows = Rows.of_one(lengths, np.arange(1_000_000) // 5)
 epoch = Epoch(0, 0, rows, global_batch_tokens=16384, micro_batch_tokens=8192)
 first = epoch[0]
-print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+seconds = time.perf_counter() - began
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(json.dumps([seconds, 1024 * int(status["VmHWM"].split()[0])]))
 """
     results = []
     for _ in range(5):

@@ -86,6 +86,7 @@ class Loader:
     section.ahead_bytes bounds the states that are being read or wait to be taken; one micro-batch is always read,
     however large. bad_shards: `stop` raises a ShardCorrupt where its micro-batch would come; `skip` hands the sequence
     over without loss tokens, its states finite numbers of no meaning, and counts it. device: where the batches will go; memory is pinned for a GPU.
+    buffers: memory that loaders after one another share: fresh pages cost more than decoding.
     An error while reading comes out of `next`, again and again.
     """
 
@@ -98,6 +99,7 @@ class Loader:
         *,
         bad_shards: str = "stop",
         device: torch.device | None = None,
+        buffers: BufferPool | None = None,
     ) -> None:
         self.mixture, self.items, self.section = mixture, items, section or LoaderSection()
         self._skip, self._pinned = bad_shards == "skip", device is not None and device.type == "cuda"
@@ -107,7 +109,7 @@ class Loader:
             raise DrafterError(
                 f"{mixture.datasets[0].uri}: expected captured layers and the final state, found {geometry.layers} of them"
             )
-        self._buffers = BufferPool(self.section.ahead_bytes)
+        self._buffers = buffers or BufferPool(self.section.ahead_bytes)
         self._counts, self._began = Counts(), self._elsewhere()
         self._named: set[str] = set()  # damage that was said
         self._lock = threading.Condition()

@@ -35,6 +35,7 @@ from drafter.team import Team
 from drafter.tracking import open_trackers
 from drafter.trainer import Trainer, learning_rate
 from drafter.verifier_head import VerifierHead
+from storage.buffers import BufferPool
 from storage.errors import StatehouseError
 
 log = logging.getLogger("statehouse")
@@ -87,6 +88,7 @@ class Session:
         self.progress = Progress()
         self.journal = Journal(self.run, [], [])
         self.writer = Writer()
+        self.buffers = BufferPool(self.settings.loader.ahead_bytes)
         self.run_id = ""  # once resumed
         self.saved = 0  # update of the newest checkpoint
 
@@ -273,7 +275,7 @@ class Session:
         settings = self.settings
         return Loader(
             self.sources.mixture, self.sources.items, micro_batches, settings.loader,
-            bad_shards=settings.bad_shards, device=self.team.device,
+            bad_shards=settings.bad_shards, device=self.team.device, buffers=self.buffers,
         )  # fmt: skip
 
     def _batches(self, update: int) -> tuple[list[NDArray[np.int64]], int]:
