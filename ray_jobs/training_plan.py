@@ -13,6 +13,7 @@ from drafter.config import DrafterConfig
 from ray_jobs.recipe import Recipe
 from ray_jobs.verifier import VerifierShape
 from storage.errors import StatehouseError
+from storage.reader import open_dataset
 
 # Fewer have not been enough for any published EAGLE-3 drafter.
 FEW_UPDATES = 5000
@@ -24,9 +25,10 @@ def training_estimate(
     """updates, updates_per_epoch, epochs, tokens_per_update, workers, gpus; parameters {trained, all}, or None where
     the verifier's config.json is not at hand and the recipe's drafter.config does not say enough.
 
-    lengths: [sequences] of the whole dataset; the held-out share is taken off.
+    lengths: [sequences] of the whole dataset; the held-out share is taken off. training.datasets are opened.
     """
     settings = recipe.training
+    lengths = _mixed(recipe, lengths)
     # Which groups are held out is known once they are there; their share of the tokens is close enough.
     tokens = round(int(lengths.sum()) * (1 - recipe.evaluation.held_out))
     per_epoch = max(1, min(len(lengths), round(tokens / settings.global_batch_tokens)))
@@ -51,6 +53,19 @@ def training_estimate(
         "fits_micro_batch": longest <= settings.micro_batch_tokens,
         "parameters": drafter_parameters(recipe, shape, layers),
     }
+
+
+def _mixed(recipe: Recipe, lengths: np.ndarray) -> np.ndarray:
+    """Lengths of an epoch's sequences: those of the dataset and of the others, as often as they weigh."""
+    found = {recipe.dataset.uri: (lengths, 1.0)}
+    for one in recipe.training.datasets:
+        own = lengths if one.uri == recipe.dataset.uri else open_dataset(one.uri).sequences["length"].to_numpy()
+        found[one.uri] = (own, one.weight)
+    parts = []
+    for own, weight in found.values():
+        share = round((weight - int(weight)) * len(own))
+        parts += [own] * int(weight) + [own[np.linspace(0, len(own) - 1, share).astype(np.int64)]]
+    return np.concatenate(parts).astype(np.int64)
 
 
 def drafter_parameters(recipe: Recipe, shape: VerifierShape, layers: Sequence[int]) -> dict[str, int] | None:

@@ -253,5 +253,11 @@ def test_the_plan_of_the_recipe_for_kimi(capsys: pytest.CaptureFixture[str]) -> 
     assert plan["parameters"]["all"] == pytest.approx(2.23e9, rel=0.01)
     print_plan(recipe)
     assert "warning" not in capsys.readouterr().out
+    rate = ["training.tokens_per_second=1000"]
+    known = estimate(load_recipe(ROOT / "recipes/kimi_k25.yaml", rate))["training"]
+    assert known["hours"] == pytest.approx(10 * 17_300_000 * 0.98 / 8 / 1000 / 3600, rel=1e-3)
+    half = ["training.datasets=[{uri: s3://hidden-states/kimi-k25, weight: 1.5}]"]
+    mixed = estimate(load_recipe(ROOT / "recipes/kimi_k25.yaml", half))["training"]
+    assert mixed["updates"] == pytest.approx(1.5 * plan["updates"], rel=1e-2)
     print_plan(load_recipe(ROOT / "recipes/kimi_k25.yaml", ["training.epochs=2"]))
     assert "fewer than 5,000 updates" in capsys.readouterr().out
