@@ -15,6 +15,9 @@ log = logging.getLogger("statehouse")
 
 Result = TypeVar("Result")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 5.0
+# Seconds between two lines about it: many threads wait at once.
+_SAY_EVERY_S = 5.0
+_said = [-_SAY_EVERY_S]
 
 
 def patiently(action: Callable[[], Result], seconds: float, stop: threading.Event | None = None) -> Result:
@@ -33,6 +36,8 @@ def patiently(action: Callable[[], Result], seconds: float, stop: threading.Even
             waited = time.monotonic() - began
             if waited >= seconds or stop.is_set():
                 raise
-            log.warning("store fails, trying again waited=%.0fs of=%.0fs: %s", waited, seconds, error)
+            if time.monotonic() - _said[0] >= _SAY_EVERY_S:
+                _said[0] = time.monotonic()
+                log.warning("store fails, trying again waited=%.0fs of=%.0fs: %s", waited, seconds, error)
         stop.wait(min(wait, max(0.05, seconds - waited)))
         wait = min(2 * wait, _LONGEST_WAIT_S)

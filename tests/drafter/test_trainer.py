@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,30 @@ def test_a_damaged_shard_ends_the_run_with_its_name_or_is_skipped_and_counted(ti
     assert summary["bad_sequences"] > 0
     lines = [json.loads(line) for line in Run(skips.run).store.get("metrics.jsonl").decode().splitlines()]
     assert sum(line.get("bad_sequences", 0) for line in lines) == summary["bad_sequences"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = tiny.request("async", epochs=2, checkpoint_every=3, evaluate_every=1000)
+    claim(request, open_sources(request))
+    session = Session(request, Team())
+    save, during = Checkpoints.save, []
+
+    def slow(self: Checkpoints, update: int, *rest: Any) -> None:
+        time.sleep(0.2)
+        save(self, update, *rest)
+        during.append((update, session.progress.update))
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    summary = session.run_to_end(lambda: False)
+    assert summary is not None
+    assert [update for update, _ in during] == [3, 6, 9, summary["updates"]][: len(during)]  # one after another
+    assert any(after_it > update for update, after_it in during)
+    # What was stored is what was there when it was asked for, not what training made of it since.
+    run, shapes = Run(request.run), session.trainer.shapes()
+    newest = run.checkpoints.newest(shapes)
+    assert newest == summary["updates"]
+    kept = run.checkpoints.load(newest, shapes)[1].model
+    assert torch.equal(kept["fc.weight"], session.trainer.trained["fc.weight"])
 
 
 def test_every_update_says_what_loading_took(tiny: Tiny) -> None:
