@@ -133,6 +133,8 @@ class ExtractionConfig(Section):
     health_timeout_s: float = Field(default=120, gt=0)
     # A unit that takes so many times as long as others is given to an idle replica, too.
     straggler_factor: float = Field(default=4, gt=1)
+    # Seconds for which a replica keeps trying to store a shard that an object store does not take (it is down, say).
+    store_patience_s: float = Field(default=600, ge=0)
     # Seconds that units in flight may take to end after SIGTERM.
     drain_s: float = Field(default=30, ge=0)
     # For the cost in the summary and in --plan.

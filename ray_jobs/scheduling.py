@@ -221,8 +221,10 @@ class Scheduler:
         return len(slot.running) < self.policies.in_flight and not alone
 
     def _may_wait_for_another(self, task: Task) -> bool:
-        """Whether a slot that the task does not avoid is up, and will have room."""
-        return any(slot.phase is Phase.READY and slot.number != task.avoid for slot in self.slots)
+        """Whether a slot that the task does not avoid is up, and will have room; a self-check waits for one to start, too."""
+        checked = task.kind == "unit" and task.root.reference is not None
+        up = (Phase.READY, Phase.STARTING) if checked else (Phase.READY,)
+        return any(slot.phase in up and slot.number != task.avoid for slot in self.slots)
 
     def _call(self, task: Task, slot: Slot) -> None:
         self.waiting.pop(task.number, None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from time import perf_counter
-from typing import Any
+from time import perf_counter, sleep
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ray_jobs.supervisor import Supervisor, require_resources
 from ray_jobs.thinking import Response, respond
 from ray_jobs.units import CalibrationUnit, ExtractUnit, GenerateUnit, ProbeUnit
 from ray_jobs.verifier import resolve_verifier
-from storage.errors import ReplicaFailed, StatehouseError
+from storage.errors import ReplicaFailed, StatehouseError, StoreError, StoreRefused
 from storage.kernels import kernels
 from storage.receipt import SelfCheck
 from storage.reuse import Sources, origins
@@ -33,6 +33,7 @@ from storage.writer import ShardWriter
 
 __all__ = ["ExtractUnit", "GenerateUnit", "ReplicaActor", "replicas_of"]
 
+Result = TypeVar("Result")
 BF16_NAN = np.uint16(0x7FC0)
 
 
@@ -149,7 +150,7 @@ class ReplicaActor:
         Sequences that come back without a finite number are said, and then nothing is stored.
         """
         writer = self._writer(unit.uri)
-        if (found := writer.find(unit.shard, unit.tokens)) is not None:
+        if (found := self._patiently(unit.uri, lambda: writer.find(unit.shard, unit.tokens))) is not None:
             value = {"shard": unit.shard, "created": False, "data_bytes": found.data_bytes}
             return Outcome({**value, "quarantined": len(found.quarantined), "stages": self._stages.take()})
         rows = unit.suspects()
@@ -166,16 +167,19 @@ class ReplicaActor:
             bits, teacher = self._joined(unit, states), self._summary(unit, forwarded)
         del states, forwarded
         quarantined = {unit.ids[row]: reason.splitlines()[0][:300] for row, reason in unit.quarantined.items()}
-        written = writer.write(
-            unit.shard,
-            bits,
-            len(unit.token_ids),
-            teacher=teacher,
-            self_check=check,
-            stage=self._stages.at,
-            written_by={**self._about, **origins(unit.known)},
-            seconds=seconds,
-            quarantined=quarantined,
+        written = self._patiently(
+            unit.uri,
+            lambda: writer.write(
+                unit.shard,
+                bits,
+                len(unit.token_ids),
+                teacher=teacher,
+                self_check=check,
+                stage=self._stages.at,
+                written_by={**self._about, **origins(unit.known)},
+                seconds=seconds,
+                quarantined=quarantined,
+            ),
         )
         return Outcome(
             {
@@ -188,6 +192,18 @@ class ReplicaActor:
                 "stages": self._stages.take(),
             }
         )
+
+    def _patiently(self, uri: str, work: Callable[[], Result]) -> Result:
+        """Tries again while an object store is away: the states are here, and computing them again costs more."""
+        until, wait = perf_counter() + self._recipe.extraction.store_patience_s, 1.0
+        while True:
+            try:
+                return work()
+            except StoreError as error:
+                if isinstance(error, StoreRefused) or "://" not in uri or perf_counter() + wait > until:
+                    raise
+            sleep(wait)
+            wait = min(2 * wait, 15.0)
 
     def _check(self, unit: ExtractUnit, states: dict[int, np.ndarray], reference: Reference | None) -> SelfCheck | None:
         pairs = {} if reference is None else {k: (states[k], v) for k, v in reference.states.items() if k in states}

@@ -34,6 +34,10 @@ class StoreError(StatehouseError):
     """The object store refused: no such bucket, wrong credentials, disk full, no create-only PUT, ..."""
 
 
+class StoreRefused(StoreError):
+    """A StoreError that another try will not mend: no such bucket, wrong or expired credentials."""
+
+
 class RecipeError(StatehouseError):
     """A recipe, an override or an input file is wrong."""
 

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlparse
 
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreRefused
 from storage.object_store import CannotList, EmptyObject, ObjectChanged, ObjectMissing, ObjectStore, Tail
 
 Result = TypeVar("Result")
@@ -94,7 +94,7 @@ class RemoteStore(ObjectStore):
             code = _s3_code(error)
             if code == "NoSuchBucket":
                 bucket = urlparse(self.uri).netloc
-                raise StoreError(f"{self.uri}: there is no bucket {bucket!r}; create it or correct the URI") from None
+                raise StoreRefused(f"{self.uri}: there is no bucket {bucket!r}; create it or correct the URI") from None
             if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
                 raise ObjectMissing(f"{where}: no such object") from None
             denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
@@ -102,7 +102,7 @@ class RemoteStore(ObjectStore):
                 raise EmptyObject(f"{where}: empty") from None
             # 169.254.169.254 is where a cloud machine gets its credentials: asked last, when there are none.
             if code in _DENIED or isinstance(error, denied) or "169.254.169.254" in str(error):
-                raise StoreError(
+                raise StoreRefused(
                     f"{self.uri}: the store refused these credentials ({code or 'access denied'}); "
                     + (
                         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_ENDPOINT_URL for other servers than AWS)"

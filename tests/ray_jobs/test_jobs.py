@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from jobs import ROOT, Finished, finish, start_driver
@@ -385,3 +386,45 @@ def test_more_replicas_than_the_cluster_can_hold_is_an_error_not_a_wait(
     failed = run_job("extract", path, "extraction.replica.gpus=8")
     assert failed.code == 1, failed.err
     assert "8 GPUs, but the cluster has" in failed.errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.timeout(500)
+def test_a_real_engine_killed_at_work_is_replaced_and_the_states_and_summary_are_right(
+    recipe: Recipe, prepared: Prepared, start_job: Start, tiny_verifier: Path, tmp_path: Path
+) -> None:
+    """SGLang on the CPU: kill -9 of the scheduler, beside the process that owns it. Self-check by transformers."""
+    replica = {"engine": "sglang", "dtype": "float32", "max_total_tokens": 4096, "start_timeout_s": 200}
+    extraction = {"replica": replica, "self_check": 0.05, "self_check_limit": 0.01, "teacher": "topk(2)"}
+    path = prepared(recipe(GIVEN, dataset={"shard_tokens": 1024}, extraction=extraction))
+    uri = tmp_path / "dataset"
+    process = start_job("extract", path)
+    wait_for_shards(uri, 2, 240)
+    family = psutil.Process(writer_of_a_shard(uri)).children(recursive=True)
+    schedulers = [one for one in family if "scheduler" in " ".join([one.name(), *one.cmdline()])]
+    assert schedulers, [one.cmdline() for one in family]
+    os.kill(schedulers[0].pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert "the SGLang engine died" in err
+    assert_states_are_the_verifiers(str(uri), tiny_verifier)
+    dataset = open_dataset(str(uri))
+    with open_replica(
+        replica_config("transformers"), tiny_verifier, dataset.contract.capture_layers, "topk(2)"
+    ) as oracle:
+        for states in (dataset.read(index) for index in range(0, len(dataset), 100)):
+            (expected,) = oracle.forward([states.token_ids])
+            assert expected.teacher is not None
+            assert states.teacher is not None
+            np.testing.assert_allclose(states.logsumexp, expected.teacher.logsumexp, atol=1e-3)
+            assert (states.argmax == expected.teacher.argmax).mean() > 0.98
+    checks = [json.loads(row["receipt"]).get("self_check") for row in dataset.shards_table().to_pylist()]
+    found = [check for check in checks if check]
+    assert sum(check["sequences"] for check in found) >= 10
+    assert all(check["by"].startswith("transformers") for check in found)
+    assert max(max(check["relative_l2"]) for check in found) < 0.01
+
+
+def replica_config(engine: Any) -> ReplicaConfig:
+    return ReplicaConfig(engine=engine, dtype="float32")

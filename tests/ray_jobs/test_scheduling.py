@@ -52,6 +52,7 @@ class World:
     ):
         self.scheduler, self.says, self.start_s = scheduler, says, start_s
         self.comes_up = comes_up or (lambda: True)
+        self.start_of: dict[int, float] = {}
         self.now, self.events, self.count = 0.0, [], 0  # type: ignore[var-annotated]
         self.done: Counter[int] = Counter()
         self.units: dict[int, Unit] = {}
@@ -88,7 +89,7 @@ class World:
             up = self.comes_up()
             event = (lambda: one.ready(action.slot, action.generation)) if up else (
                 lambda: one.death(action.slot, action.generation, "it does not start"))  # fmt: skip
-            self.later(self.start_s, event)
+            self.later(self.start_of.get(action.slot, self.start_s), event)
         elif isinstance(action, Kill):
             self.kills.append(action)
         elif isinstance(action, Call):
@@ -290,6 +291,10 @@ def test_a_checked_unit_runs_on_another_replica_than_its_reference_and_gets_it()
         if call.kind == "unit":
             assert call.reference[0] == "reference"
             assert call.reference[1] != call.slot
+    late = World(Scheduler(units, 2), lambda call, now: (1.0, Outcome(("reference", call.slot))))
+    late.start_of = {1: 40.0}  # the second replica takes its time
+    late.run()
+    assert all(call.reference[1] != call.slot for call in late.calls if call.kind == "unit")
     alone = World(Scheduler(units, 1), lambda call, now: (1.0, Outcome("states"))).run()
     assert alone.done == Counter(range(6))
 

@@ -34,8 +34,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3Config", "DeepseekV3ForCausalLM",
         {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
          "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32,
-         "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "norm_topk_prob": True,
-         "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "rope_interleave": True, "moe_layer_freq": 1,
+         "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "norm_topk_prob": True, "topk_method": "noaux_tc",
+         "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "rope_interleave": True, "moe_layer_freq": 1,
          "rope_parameters": _YARN},
     ),
     "gemma3": (
