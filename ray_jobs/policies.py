@@ -58,6 +58,10 @@ class Policies:
     unit_timeout_s: float = 3600.0
     # Quarantined sequences that are one too many; None: whatever cannot be done is an error at once.
     quarantine_limit: int | None = None
+    # Calls that fail one after the other, with none that succeeds between them, before the engine is blamed and not the
+    # prompts; and as many more for each replica, since all may die at once.
+    fruitless: int = 16
+    fruitless_per_replica: int = 4
     restart: Restart = Restart()
     straggler: Straggler = Straggler()
 

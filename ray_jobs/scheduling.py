@@ -87,6 +87,7 @@ class Scheduler:
         self._open = len(units)
         self._numbers = 0
         self._failed: str | None = None
+        self._fruitless = 0
         self._rates: list[float] = []  # seconds a token of finished units
         self._actions: list[Action] = []
         self._now = 0.0
@@ -116,6 +117,7 @@ class Scheduler:
             self._bad_rows(found, (slot, generation), outcome)
             return
         self._forget(found)
+        self._fruitless = 0
         if found.kind == "reference":
             root.reference, root.referee = outcome.value, slot
             self._add(root, "unit", avoid=slot)
@@ -265,6 +267,13 @@ class Scheduler:
         else:
             slot.phase, slot.until = Phase.BACKOFF, self._now + delay
             self.restarts += 1
+        self._fruitless += len(blamed)
+        most = self.policies.fruitless + self.policies.fruitless_per_replica * len(self.slots)
+        if self._fruitless > most:
+            self._failed = self._failed or (
+                f"{self._fruitless} calls failed and none succeeded between them, so it is not a prompt; what is stored stays, "
+                f"run the same command again once the cause is gone; the last one: {reason}"
+            )
         for number in running:
             task = self.tasks.get(number)
             if task is None:

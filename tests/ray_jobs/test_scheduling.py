@@ -207,12 +207,24 @@ def test_an_innocent_unit_beside_a_poisonous_one_is_not_blamed() -> None:
     assert set(world.scheduler.quarantined) == {(0, 0)}
 
 
-def test_an_engine_that_fails_everything_ends_the_job_and_quarantines_no_more_than_the_limit() -> None:
-    world = World(Scheduler(units_of(50, 8), 2, Policies(quarantine_limit=2)), lambda call, now: (1.0, "crash")).run()
+def test_more_poison_than_the_limit_accepts_ends_the_job() -> None:
+    def says(call: Call, now: float) -> tuple[float, object]:
+        return 1.0, "crash" if any(name in (0, 8, 16, 24) for name in ids_of(call)) else Outcome()
+
+    world = World(Scheduler(units_of(50, 8), 2, Policies(quarantine_limit=2)), says).run()
     assert world.failed is not None
     assert "extraction.max_quarantined accepts 2" in world.failed
     assert len(world.scheduler.quarantined) == 3
-    assert not world.done
+
+
+def test_an_engine_that_fails_everything_is_blamed_before_all_prompts_are_tried() -> None:
+    world = World(
+        Scheduler(units_of(500, 8), 2, Policies(quarantine_limit=100)), lambda call, now: (1.0, "crash")
+    ).run()
+    assert world.failed is not None
+    assert "none succeeded between them, so it is not a prompt" in world.failed
+    assert len(world.kills) < 40
+    assert len(world.scheduler.quarantined) < 10
 
 
 def test_units_that_cannot_be_divided_end_the_job_after_their_attempts() -> None:
