@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import hashlib
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,22 @@ def settings_of(recipe: Recipe, sources: list[str], tokenizer: Any) -> dict[str,
 
 
 def make_units(
-    recipe: Recipe, prompts: list[dict[str, Any]], settings: dict[str, tuple[Sampling, Budget | None]]
+    recipe: Recipe,
+    prompts: list[dict[str, Any]],
+    settings: dict[str, tuple[Sampling, Budget | None]],
+    finished: Container[str] = (),
 ) -> list[GenerateUnit]:
-    """Prompts in order, `generation.batch_size` a unit. The response ends where the sequence would be too long."""
+    """All prompts in order, `generation.batch_size` a unit, less the finished ones. The response ends where the sequence
+    would be too long.
+
+    Units do not depend on what is finished: a driver that starts while another is at work has the same ones, and of two
+    answers to a unit only the first is stored.
+    """
     units = []
     for low in range(0, len(prompts), recipe.generation.batch_size):
-        batch = prompts[low : low + recipe.generation.batch_size]
+        batch = [row for row in prompts[low : low + recipe.generation.batch_size] if row["id"] not in finished]
+        if not batch:
+            continue
         token_ids = [np.array(row["token_ids"], np.int32) for row in batch]
         samplings = []
         for row, ids in zip(batch, token_ids, strict=True):
@@ -93,15 +104,13 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     hashes = sampling_hashes(recipe, verifier, prompts)
     inputs.store.probe()
     finished = inputs.read_responses(hashes)
-    pending = [row for row in prompts.to_pylist() if row["id"] not in finished]
+    pending = len(prompts) - len(finished)
     if not pending:
         _summarise(recipe, verifier, inputs, prompts, ends, "all answered before")
         return
     job.start_ray()
-    units = make_units(recipe, pending, settings)
-    job.log.info(
-        "generate start prompts=%d answered_before=%d units=%d", len(pending), len(prompts) - len(pending), len(units)
-    )
+    units = make_units(recipe, prompts.to_pylist(), settings, finished)
+    job.log.info("generate start prompts=%d answered_before=%d units=%d", pending, len(finished), len(units))
     progress = job.Progress("generate", "units", len(units))
     counts = tally([], ends)
 

@@ -70,6 +70,20 @@ def test_every_source_has_its_settings_and_every_prompt_its_seed(recipe: Make, p
         settings_of(load_recipe(path, ["generation.thinking_budget=3"]), ["numbers"], tokenizer)
 
 
+def test_a_driver_that_comes_later_has_the_same_units(recipe: Make) -> None:
+    loaded = load_recipe(recipe(generation={"batch_size": 4}))
+    settings: Any = {"s": (Sampling(), None)}
+    rows = [{"id": f"{n:02}", "source": "s", "token_ids": [5]} for n in range(10)]
+    units = [unit.prompt_ids for unit in make_units(loaded, rows, settings)]
+    later = [unit.prompt_ids for unit in make_units(loaded, rows, settings, set(units[1]))]
+    assert later == [units[0], units[2]]
+    assert [unit.prompt_ids for unit in make_units(loaded, rows, settings, {"05"})] == [
+        units[0],
+        ["04", "06", "07"],
+        units[2],
+    ]
+
+
 def test_changed_settings_of_one_source_leave_the_others_answers_alone(recipe: Make) -> None:
     plain, changed = load_recipe(recipe()), load_recipe(recipe(generation={"sources": SOURCES}))
     verifier = open_verifier(plain)
