@@ -9,7 +9,9 @@ dataset.max_reject_share was.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Iterator
 
 import pyarrow as pa
 
@@ -23,7 +25,7 @@ from ray_jobs.recipe import Recipe
 from ray_jobs.tokenising import read_file, tokenise_block
 from storage.errors import RecipeError, StatehouseError
 
-# Lines travel to the tokenising tasks in blocks of about this many bytes: some hundred tasks a gigabyte and core.
+# Lines travel to the tokenising tasks in blocks of about this many bytes: a thousand tasks a gigabyte, of a second each.
 BLOCK_BYTES = 1 << 20
 
 
@@ -32,21 +34,34 @@ def collect(recipe: Recipe, verifier: Verifier, files: list[PromptFile]) -> Coll
     import ray.data
 
     job.quiet_ray_data()
-    context = ray.data.DataContext.get_current()
-    context.target_max_block_size = BLOCK_BYTES
-    context.execution_options.preserve_order = True
     limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length)
     asked = (recipe.verifier.model, recipe.verifier.revision, recipe.verifier.trust_remote_code)
-    lines = ray.data.from_items([{"at": at} for at in range(len(files))], override_num_blocks=len(files)).map_batches(
-        read_file, batch_size=1, batch_format="pyarrow", fn_args=(files,), num_cpus=0.25
-    )  # another share of a core than below, or Ray Data makes one task of reading and tokenising
-    done = lines.map_batches(
-        tokenise_block, batch_size=None, batch_format="pyarrow", fn_args=(files, asked, limits), num_cpus=1
-    )
     collected = Collected(files)
-    for block in done.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
-        collected.add(block)
+    with _in_order_and_small_blocks():
+        # Other shares of a core than below, or Ray Data makes one task of reading and tokenising; together one core, or a
+        # reader that waits for room would keep the only core from who makes it.
+        lines = ray.data.from_items([{"at": at} for at in range(len(files))], override_num_blocks=len(files))
+        lines = lines.map_batches(read_file, batch_size=1, batch_format="pyarrow", fn_args=(files,), num_cpus=0.25)
+        done = lines.map_batches(
+            tokenise_block, batch_size=None, batch_format="pyarrow", fn_args=(files, asked, limits), num_cpus=0.75
+        )
+        for block in done.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+            collected.add(block)
     return collected
+
+
+@contextlib.contextmanager
+def _in_order_and_small_blocks() -> Iterator[None]:
+    """Ray Data's settings are the process's; another job may follow in it."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    before = context.target_max_block_size, context.execution_options.preserve_order
+    context.target_max_block_size, context.execution_options.preserve_order = BLOCK_BYTES, True
+    try:
+        yield
+    finally:
+        context.target_max_block_size, context.execution_options.preserve_order = before
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
