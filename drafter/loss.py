@@ -13,19 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from drafter.errors import DrafterError
+from drafter.head_loss import SoftCrossEntropy
 from drafter.model import Drafter
+from drafter.teacher import HeadTeacher
 from drafter.ttt import check_batch, unroll
 from drafter.verifier_head import VerifierHead
-
-# fp32 logits that exist at one time, of each of drafter and teacher: 1,048 rows of 32,000.
-_LOGITS_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,9 @@ def ttt_loss(
             raise DrafterError(f"{name}: expected {list(shape)}, found {list(part.shape)}")
     wanted_KT = loss_rows(loss_mask_T, lengths, steps)
     teacher_M = wanted_KT[0].nonzero().squeeze(1) + 1
-    final_MD = final_TD[teacher_M]
-    best_M = head.argmax(final_MD) if argmax_T is None else argmax_T[teacher_M]
-    covered_M = head.in_draft_V[best_M]
+    best_M = head.argmax(final_TD[teacher_M]) if argmax_T is None else argmax_T[teacher_M]
+    inside = head.in_draft_V[best_M].nonzero().squeeze(1)
+    teacher_M, best_M = teacher_M[inside], best_M[inside]
     device = token_ids_T.device
     slot_T = torch.full((len(token_ids_T),), -1, device=device)  # where in M a position is
     slot_T[teacher_M] = torch.arange(len(teacher_M), device=device)
@@ -87,7 +84,7 @@ def ttt_loss(
     hidden, slots, positions = [], [], []
     for k, step in enumerate(unroll(drafter, token_ids_T, features_TF, lengths, steps, wanted_KT)):
         slot_N = slot_T[step.rows_N + 1 + k]
-        keep = covered_M[slot_N].nonzero().squeeze(1)
+        keep = (slot_N >= 0).nonzero().squeeze(1)
         hidden.append(step.hidden_ND[keep])
         slots.append(slot_N[keep])
         positions.append(len(step.rows_N))
@@ -97,8 +94,8 @@ def ttt_loss(
     share_K = decay ** torch.arange(steps, device=device) / torch.as_tensor(denominator, device=device).clamp(min=1)
     share_N = share_K.repeat_interleave(torch.tensor(counts, device=device))
     slot_N = torch.cat(slots)
-    loss, loss_N, draft_N = _HeadLoss.apply(
-        drafter.norm(torch.cat(hidden)), drafter.lm_head.weight, head.draft_logits(final_MD), slot_N, share_N
+    loss, loss_N, draft_N = SoftCrossEntropy.apply(
+        drafter.norm(torch.cat(hidden)), drafter.lm_head.weight, HeadTeacher(final_TD[teacher_M], head), slot_N, share_N
     )
     match_N = drafter.target_ids(draft_N) == best_M[slot_N]
     return Loss(
@@ -123,54 +120,3 @@ def loss_rows(loss_mask_T: Tensor, lengths: Sequence[int], steps: int) -> Tensor
     for step in range(1, steps):
         rows.append(rows[-1] & ahead(2 + step))
     return torch.stack(rows)
-
-
-class _HeadLoss(torch.autograd.Function):
-    """lm_head and soft cross-entropy in chunks of rows, gradients included, so that no [N, W] outlives a chunk.
-
-    The gradient of the logits is share * (softmax(logits) - softmax(teacher)), known as soon as the loss is: forward
-    turns it into those of states and weight, and backward only scales them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_WD: Tensor, teacher_MW: Tensor, slot_N: Tensor, share_N: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        device, wants_hidden, wants_weight = hidden_ND.device, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_WD.dtype
-        loss_N = torch.empty(len(hidden_ND), device=device)
-        draft_N = torch.empty_like(slot_N)
-        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wants_weight else None
-        with torch.autocast(device.type, enabled=False):
-            weight_WD = weight_WD.to(dtype)
-            chunk = max(1, _LOGITS_AT_ONCE // len(weight_WD))
-            for start in range(0, len(hidden_ND), chunk):
-                rows = slice(start, start + chunk)
-                states = hidden_ND[rows].to(dtype)
-                log_draft = (states @ weight_WD.T).float().log_softmax(dim=-1)
-                teacher = teacher_MW[slot_N[rows]].float().softmax(dim=-1)
-                loss_N[rows] = -(teacher * log_draft).sum(dim=-1)
-                draft_N[rows] = log_draft.argmax(dim=-1)
-                if grad_hidden_ND is None and grad_weight_WD is None:
-                    continue
-                grad_logits = (log_draft.exp_().sub_(teacher) * share_N[rows, None]).to(dtype)
-                if grad_hidden_ND is not None:
-                    grad_hidden_ND[rows] = (grad_logits @ weight_WD).to(hidden_ND.dtype)
-                if grad_weight_WD is not None:
-                    grad_weight_WD += grad_logits.T @ states
-        ctx.save_for_backward(grad_hidden_ND, grad_weight_WD)
-        ctx.mark_non_differentiable(loss_N, draft_N)
-        return (loss_N * share_N).sum(), loss_N, draft_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_hidden_ND, grad_weight_WD = ctx.saved_tensors
-        return (
-            None if grad_hidden_ND is None else grad_hidden_ND * grad,
-            None if grad_weight_WD is None else grad_weight_WD * grad,
-            None,
-            None,
-            None,
-        )

@@ -1,0 +1,110 @@
+"""lm_head and soft cross-entropy at once, forward and backward, in chunks: no [N, W] of drafter or teacher ever exists.
+
+Why it looks as it does. With q = softmax(h W^T) and the teacher p, soft cross-entropy is
+
+    loss = logsumexp(h W^T) - h . E    with E = p W, the teacher's mean head row,
+
+and its gradients are dh = q W - E and dW = q^T h - p^T h. So the teacher's probabilities are needed once for each of
+its positions, not once for each of the up to K rows that learn from one: rows are sorted by position, and a chunk holds
+some positions with all their rows. Of q only e = exp(z - max z) is formed, in place of the logits: its normaliser is a
+number a row, which goes into the thin factors of the matrix products. What is left of a chunk is three products and
+four passes over [rows, W] that stay in cache.
+
+Shape suffixes as in drafter/loss.py: N rows, M teacher positions, W draft vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from drafter.exponentials import exponentials
+from drafter.teacher import Teacher
+
+# Logits that exist at one time, drafter's and teacher's together: 1,048 rows of 32,000, 64 MiB in bf16.
+_LOGITS_AT_ONCE = 1 << 25
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """(summed share * loss, loss_N, draft_N) of rows whose teachers are at slot_N; gradients are formed in forward.
+
+    hidden_ND: after the last norm. weight_WD: the drafter's lm_head. slot_N: [N] int64 in [0, M), in any order.
+    share_N: [N] fp32, of each row in the sum. loss_N: [N] fp32. draft_N: [N] int64, the likeliest draft id (the least
+    one among equals). Products are in the autocast dtype, else in the weight's; sums in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_WD: Tensor, teacher: Teacher, slot_N: Tensor, share_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device, wants_hidden, wants_weight = hidden_ND.device, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_WD.dtype
+        loss_N = torch.empty(len(hidden_ND), device=device)
+        draft_N = torch.empty_like(slot_N)
+        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wants_weight else None
+        with torch.autocast(device.type, enabled=False):
+            weight_WD = weight_WD.to(dtype)
+            width = len(weight_WD)
+            order_N = slot_N.argsort(stable=True)
+            buffer = torch.empty(0, dtype=dtype, device=device)
+            for rows, first, last in chunks(slot_N[order_N], max(2, _LOGITS_AT_ONCE // width)):
+                at = order_N[rows]
+                count, slots = len(at), last - first
+                if len(buffer) < (count + slots) * width:
+                    buffer = torch.empty((count + slots) * width, dtype=dtype, device=device)
+                exp_RW = buffer[: (count + slots) * width].view(-1, width)
+                states = hidden_ND[at].to(dtype)
+                slot = slot_N[at] - first
+                scale_S = teacher.shares(first, last, exp_RW[count:])
+                mean_SD = (exp_RW[count:] @ weight_WD).float() * scale_S[:, None]
+                sums = exponentials(states, weight_WD, exp_RW[:count])
+                draft_N[at] = sums.best_N
+                mean = mean_SD[slot]
+                loss_N[at] = sums.log - (states.float() * mean).sum(-1)
+                share = share_N[at]
+                if grad_hidden_ND is not None:
+                    drawn = (exp_RW[:count] @ weight_WD).float() / sums.sum[:, None]
+                    grad_hidden_ND[at] = ((drawn - mean) * share[:, None]).to(hidden_ND.dtype)
+                if grad_weight_WD is not None:
+                    taught_SD = torch.zeros_like(mean_SD).index_add_(0, slot, states.float() * share[:, None])
+                    factor = states.float() * (share / sums.sum)[:, None]
+                    factors = torch.cat([factor, taught_SD * -scale_S[:, None]]).to(dtype)
+                    grad_weight_WD += exp_RW.T @ factors
+        ctx.save_for_backward(grad_hidden_ND, grad_weight_WD)
+        ctx.mark_non_differentiable(loss_N, draft_N)
+        return (loss_N * share_N).sum(), loss_N, draft_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad_hidden_ND, grad_weight_WD = ctx.saved_tensors
+        return (
+            None if grad_hidden_ND is None else grad_hidden_ND * grad,
+            None if grad_weight_WD is None else grad_weight_WD * grad,
+            None,
+            None,
+            None,
+        )
+
+
+def chunks(sorted_slot_N: Tensor, budget: int) -> Iterator[tuple[slice, int, int]]:
+    """(rows, first, last): cuts rows that are sorted by slot into runs of whole slots [first, last).
+
+    A run has rows + slots <= budget, or is a single slot with more.
+    """
+    if not len(sorted_slot_N):
+        return
+    slots = sorted_slot_N.cpu().numpy()
+    ends = np.searchsorted(slots, np.arange(int(slots[-1]) + 1), side="right")  # rows up to and with each slot
+    cost = ends + np.arange(1, len(ends) + 1)
+    first = row = 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(cost, row + first + budget, side="right")))
+        yield slice(row, int(ends[last - 1])), first, last
+        first, row = last, int(ends[last - 1])
