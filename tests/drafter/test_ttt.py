@@ -8,9 +8,10 @@ from dense import dense_unroll, small_batch, small_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.attention import attend
 from drafter.errors import DrafterError
 from drafter.model import Drafter
-from drafter.ttt import attend, unroll
+from drafter.ttt import unroll
 
 quick = settings(deadline=None, max_examples=40)
 heads = st.sampled_from([(1, 1, 8), (4, 4, 2), (4, 2, 6), (6, 2, 4), (3, 1, 10)])
