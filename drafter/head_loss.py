@@ -1,4 +1,4 @@
-"""lm_head and soft cross-entropy at once, forward and backward, in chunks: no [N, W] of drafter or teacher ever exists.
+"""lm_head and loss at once, forward and backward, in chunks: no [N, W] of drafter or teacher ever exists.
 
 Why it looks as it does. With q = softmax(h W^T) and the teacher p, soft cross-entropy is
 
@@ -8,7 +8,7 @@ and its gradients are dh = q W - E and dW = q^T h - p^T h. So the teacher's prob
 its positions, not once for each of the up to K rows that learn from one: rows are sorted by position, and a chunk holds
 some positions with all their rows. Of q only e = exp(z - max z) is formed, in place of the logits: its normaliser is a
 number a row, which goes into the thin factors of the matrix products. What is left of a chunk is three products and
-four passes over [rows, W] that stay in cache.
+four passes over [rows, W] that stay in cache. Other losses need both probabilities of a row and take three times as long.
 
 Shape suffixes as in drafter/loss.py: N rows, M teacher positions, W draft vocabulary, D hidden size.
 """
@@ -23,24 +23,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drafter.exponentials import exponentials
+from drafter.divergences import divergence, entropy
+from drafter.exponentials import Sums, exponentials
 from drafter.teacher import Teacher
 
-# Logits that exist at one time, drafter's and teacher's together: 1,048 rows of 32,000, 64 MiB in bf16.
-_LOGITS_AT_ONCE = 1 << 25
+# Logits that exist at one time, drafter's and teacher's together: 524 rows of 32,000, 32 MiB in bf16. Below 256 rows the
+# products are slow; a GPU wants more of them at once, and has the memory.
+_LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 27}
+_LEAST_ROWS = 256
 
 
-class SoftCrossEntropy(torch.autograd.Function):
+class HeadLoss(torch.autograd.Function):
     """(summed share * loss, loss_N, draft_N) of rows whose teachers are at slot_N; gradients are formed in forward.
 
     hidden_ND: after the last norm. weight_WD: the drafter's lm_head. slot_N: [N] int64 in [0, M), in any order.
-    share_N: [N] fp32, of each row in the sum. loss_N: [N] fp32. draft_N: [N] int64, the likeliest draft id (the least
-    one among equals). Products are in the autocast dtype, else in the weight's; sums in fp32.
+    share_N: [N] fp32, of each row in the sum. kind: of `drafter.divergences.KINDS`. loss_N: [N] fp32. draft_N: [N]
+    int64, the likeliest draft id (the least one among equals). Products are in the autocast dtype, else in the
+    weight's; sums in fp32.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_WD: Tensor, teacher: Teacher, slot_N: Tensor, share_N: Tensor
+        ctx: Any, hidden_ND: Tensor, weight_WD: Tensor, teacher: Teacher, slot_N: Tensor, share_N: Tensor, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         device, wants_hidden, wants_weight = hidden_ND.device, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_WD.dtype
@@ -48,49 +52,86 @@ class SoftCrossEntropy(torch.autograd.Function):
         draft_N = torch.empty_like(slot_N)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wants_weight else None
+        chunk_loss = _by_mean_row if kind in ("soft_cross_entropy", "kl") else _by_logits
         with torch.autocast(device.type, enabled=False):
             weight_WD = weight_WD.to(dtype)
             width = len(weight_WD)
+            budget = rows_at_once(width, device)
+            if chunk_loss is _by_logits:
+                budget = max(2, budget // 4)  # five of [rows, W] in fp32 exist for a moment
             order_N = slot_N.argsort(stable=True)
             buffer = torch.empty(0, dtype=dtype, device=device)
-            for rows, first, last in chunks(slot_N[order_N], max(2, _LOGITS_AT_ONCE // width)):
+            for rows, first, last in chunks(slot_N[order_N], budget):
                 at = order_N[rows]
                 count, slots = len(at), last - first
                 if len(buffer) < (count + slots) * width:
                     buffer = torch.empty((count + slots) * width, dtype=dtype, device=device)
                 exp_RW = buffer[: (count + slots) * width].view(-1, width)
                 states = hidden_ND[at].to(dtype)
-                slot = slot_N[at] - first
                 scale_S = teacher.shares(first, last, exp_RW[count:])
-                mean_SD = (exp_RW[count:] @ weight_WD).float() * scale_S[:, None]
                 sums = exponentials(states, weight_WD, exp_RW[:count])
                 draft_N[at] = sums.best_N
-                mean = mean_SD[slot]
-                loss_N[at] = sums.log - (states.float() * mean).sum(-1)
-                share = share_N[at]
+                found = chunk_loss(
+                    kind, states, weight_WD, exp_RW, sums, scale_S, slot_N[at] - first, share_N[at],
+                    grad_hidden_ND is not None, grad_weight_WD,
+                )  # fmt: skip
+                loss_N[at] = found[0]
                 if grad_hidden_ND is not None:
-                    drawn = (exp_RW[:count] @ weight_WD).float() / sums.sum[:, None]
-                    grad_hidden_ND[at] = ((drawn - mean) * share[:, None]).to(hidden_ND.dtype)
-                if grad_weight_WD is not None:
-                    taught_SD = torch.zeros_like(mean_SD).index_add_(0, slot, states.float() * share[:, None])
-                    factor = states.float() * (share / sums.sum)[:, None]
-                    factors = torch.cat([factor, taught_SD * -scale_S[:, None]]).to(dtype)
-                    grad_weight_WD += exp_RW.T @ factors
+                    grad_hidden_ND[at] = found[1].to(hidden_ND.dtype)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_WD)
         ctx.mark_non_differentiable(loss_N, draft_N)
         return (loss_N * share_N).sum(), loss_N, draft_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_WD = ctx.saved_tensors
-        return (
-            None if grad_hidden_ND is None else grad_hidden_ND * grad,
-            None if grad_weight_WD is None else grad_weight_WD * grad,
-            None,
-            None,
-            None,
-        )
+        hidden = None if grad_hidden_ND is None else grad_hidden_ND * grad
+        return hidden, None if grad_weight_WD is None else grad_weight_WD * grad, None, None, None, None
+
+
+def _by_mean_row(
+    kind: str, states: Tensor, weight_WD: Tensor, exp_RW: Tensor, sums: Sums, scale_S: Tensor, slot: Tensor,
+    share: Tensor, wants_hidden: bool, grad_weight_WD: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Loss of a chunk's rows and gradient of their states, as the module says; adds to that of the weight.
+
+    exp_RW: the rows' exponentials, then those of the teacher. slot: where in the teacher each row's is.
+    """
+    count = len(states)
+    mean_SD = (exp_RW[count:] @ weight_WD).float() * scale_S[:, None]
+    mean = mean_SD[slot]
+    loss = sums.log - (states.float() * mean).sum(-1)
+    if kind == "kl":
+        loss -= entropy(exp_RW[count:], scale_S)[slot]
+    if grad_weight_WD is not None:
+        taught_SD = torch.zeros_like(mean_SD).index_add_(0, slot, states.float() * share[:, None])
+        factor = states.float() * (share / sums.sum)[:, None]
+        grad_weight_WD += exp_RW.T @ torch.cat([factor, taught_SD * -scale_S[:, None]]).to(states.dtype)
+    if not wants_hidden:
+        return loss, mean
+    drawn = (exp_RW[:count] @ weight_WD).float() / sums.sum[:, None]
+    return loss, (drawn - mean) * share[:, None]
+
+
+def _by_logits(
+    kind: str, states: Tensor, weight_WD: Tensor, exp_RW: Tensor, sums: Sums, scale_S: Tensor, slot: Tensor,
+    share: Tensor, wants_hidden: bool, grad_weight_WD: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`_by_mean_row` for any divergence: both probabilities and the gradient of the logits are formed, in fp32."""
+    count = len(states)
+    draft_NW = exp_RW[:count].float() / sums.sum[:, None]
+    verifier_NW = (exp_RW[count:].float() * scale_S[:, None])[slot]
+    loss, grad_NW = divergence(kind, draft_NW, verifier_NW)
+    grad = (grad_NW * share[:, None]).to(states.dtype)
+    if grad_weight_WD is not None:
+        grad_weight_WD += grad.T @ states
+    return loss, (grad @ weight_WD).float() if wants_hidden else loss
+
+
+def rows_at_once(width: int, device: torch.device) -> int:
+    """How many rows of logits over `width` tokens exist at one time on this device."""
+    return max(_LEAST_ROWS, _LOGITS_AT_ONCE.get(device.type, 1 << 25) // width)
 
 
 def chunks(sorted_slot_N: Tensor, budget: int) -> Iterator[tuple[slice, int, int]]:

@@ -1,9 +1,9 @@
-"""The loss of training-time test: soft cross-entropy to the verifier on the draft vocabulary, and fair counts.
+"""The loss of training-time test: distance to the verifier on the draft vocabulary, and fair counts.
 
 Row t at step k drafts token t+2+k; its teacher is the final state of token t+1+k. The row counts if the loss mask holds
 for all of tokens t+1 .. t+2+k: a server drafts there only after the verifier wrote what precedes. Where the verifier's
-likeliest token is outside the draft vocabulary there is nothing right to learn: such positions give no loss, but they
-stay in the denominator (so that vocabularies of any size train at one rate) and count as misses.
+likeliest token is outside the draft vocabulary there is nothing right to learn: such positions give no loss (unless it
+is asked for), but they stay in the denominator (so that vocabularies of any size train at one rate) and count as misses.
 
 Shape suffixes as in drafter/model.py, and: K steps, M teacher positions, which are as many as step 0 has rows.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from drafter.errors import DrafterError
-from drafter.head_loss import SoftCrossEntropy
+from drafter.head_loss import HeadLoss
 from drafter.model import Drafter
-from drafter.teacher import HeadTeacher
+from drafter.teacher import HeadTeacher, Teacher, TopKTeacher
 from drafter.ttt import check_batch, unroll
 from drafter.verifier_head import VerifierHead
 
@@ -31,7 +31,7 @@ class Loss:
 
     positions: rows that count. covered: those whose verifier argmax is in the draft vocabulary. matched: those where
     the drafter's likeliest token is the verifier's, of its *whole* vocabulary: matched / positions compares drafters of
-    any vocabulary. cross_entropy: fp32 sum over the covered ones.
+    any vocabulary. cross_entropy: fp32 sum of the loss by name over the rows that are learnt from.
     """
 
     loss: Tensor
@@ -54,14 +54,22 @@ def ttt_loss(
     decay: float = 0.8,
     denominator: int | Tensor | None = None,
     argmax_T: Tensor | None = None,
+    kind: str = "soft_cross_entropy",
+    out_of_vocabulary: str = "mask",
+    step_weights: Sequence[float] | None = None,
+    top_k: tuple[Tensor, Tensor] | None = None,
 ) -> Loss:
-    """Loss of a packed batch: sum over steps k of decay^k times the summed cross-entropy, over the denominator.
+    """Loss of a packed batch: sum over steps k of decay^k times the summed loss of the rows, over the denominator.
 
     token_ids_T, features_TF, lengths: as for `drafter.ttt.unroll`. loss_mask_T: [T] bool. final_TD: [T, D] the
     verifier's final hidden states, after its last norm.
     denominator: positions of step 0, this batch's when left out; the whole step's when it is accumulated or
     distributed, and then losses are to be *added* over its parts.
     argmax_T: [T] int64, the verifier's likeliest token after each one, where the dataset stores it.
+    kind: of `drafter.divergences`. out_of_vocabulary: what is learnt where the verifier's likeliest token is outside
+    the draft vocabulary: nothing (`mask`), or its shares of the tokens inside (`renormalise`).
+    step_weights: [K], instead of decay^k. top_k: (ids [T, k] int64, logits [T, k]) of the verifier where they are
+    stored: the teacher, instead of final_TD's.
     Raises DrafterError for shapes that do not agree.
     """
     check_batch(drafter, token_ids_T, features_TF, lengths, steps)
@@ -69,14 +77,25 @@ def ttt_loss(
         ("loss mask", loss_mask_T, token_ids_T.shape),
         ("final states", final_TD, (len(token_ids_T), head.weight_VD.shape[1])),
         ("argmax", argmax_T, token_ids_T.shape),
+        ("top-k", None if top_k is None else top_k[0][:, 0], token_ids_T.shape),
+        ("step weights", None if step_weights is None else torch.tensor(step_weights), torch.Size([steps])),
     ):
         if part is not None and part.shape != shape:
             raise DrafterError(f"{name}: expected {list(shape)}, found {list(part.shape)}")
     wanted_KT = loss_rows(loss_mask_T, lengths, steps)
     teacher_M = wanted_KT[0].nonzero().squeeze(1) + 1
+    if argmax_T is None and top_k is not None:
+        argmax_T = top_k[0].gather(1, top_k[1].argmax(-1, keepdim=True))[:, 0]
     best_M = head.argmax(final_TD[teacher_M]) if argmax_T is None else argmax_T[teacher_M]
-    inside = head.in_draft_V[best_M].nonzero().squeeze(1)
-    teacher_M, best_M = teacher_M[inside], best_M[inside]
+    inside_M = head.in_draft_V[best_M]
+    taught_M = inside_M if out_of_vocabulary == "mask" else torch.ones_like(inside_M)
+    if top_k is not None:
+        taught_M = taught_M & head.in_draft_V[top_k[0][teacher_M]].any(-1)
+    taught = taught_M.nonzero().squeeze(1)
+    teacher_M, best_M, inside_M = teacher_M[taught], best_M[taught], inside_M[taught]
+    teacher: Teacher = HeadTeacher(final_TD[teacher_M], head)
+    if top_k is not None:
+        teacher = TopKTeacher(top_k[0][teacher_M], top_k[1][teacher_M], head)
     device = token_ids_T.device
     slot_T = torch.full((len(token_ids_T),), -1, device=device)  # where in M a position is
     slot_T[teacher_M] = torch.arange(len(teacher_M), device=device)
@@ -91,17 +110,19 @@ def ttt_loss(
     counts = [len(slot) for slot in slots]
     if denominator is None:
         denominator = positions[0]
-    share_K = decay ** torch.arange(steps, device=device) / torch.as_tensor(denominator, device=device).clamp(min=1)
+    weight_K = decay ** torch.arange(steps, device=device)
+    if step_weights is not None:
+        weight_K = torch.tensor(step_weights, device=device)
+    share_K = weight_K / torch.as_tensor(denominator, device=device).clamp(min=1)
     share_N = share_K.repeat_interleave(torch.tensor(counts, device=device))
     slot_N = torch.cat(slots)
-    loss, loss_N, draft_N = SoftCrossEntropy.apply(
-        drafter.norm(torch.cat(hidden)), drafter.lm_head.weight, HeadTeacher(final_TD[teacher_M], head), slot_N, share_N
-    )
+    normed_ND = drafter.norm(torch.cat(hidden))
+    loss, loss_N, draft_N = HeadLoss.apply(normed_ND, drafter.lm_head.weight, teacher, slot_N, share_N, kind)
     match_N = drafter.target_ids(draft_N) == best_M[slot_N]
     return Loss(
         loss=loss,
         positions=torch.tensor(positions, device=device),
-        covered=torch.tensor(counts, device=device),
+        covered=torch.stack([part.sum() for part in inside_M[slot_N].split(counts)]),
         matched=torch.stack([part.sum() for part in match_N.split(counts)]),
         cross_entropy=torch.stack([part.sum() for part in loss_N.split(counts)]),
     )

@@ -16,10 +16,27 @@ class DrafterSection(BaseModel):
     ttt_steps: int = Field(default=7, ge=1, le=32)
     # Weight of step k in the loss is step_decay**k.
     step_decay: float = Field(default=0.8, gt=0, le=1)
+    # Or a weight for each step, ttt_steps of them, instead.
+    step_weights: tuple[float, ...] | None = None
+    # soft_cross_entropy (same gradient as kl), reverse_kl, tv, lk, lk_hybrid: docs/drafter.md says what each favours.
+    loss: Literal["soft_cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_hybrid"] = "soft_cross_entropy"
+    # Where the verifier's likeliest token is outside the draft vocabulary: learn nothing, or its shares of those inside.
+    out_of_vocabulary: Literal["mask", "renormalise"] = "mask"
     # trained: from random. initialised: from the verifier's rows, then trained. frozen: the verifier's rows.
     lm_head: Literal["trained", "initialised", "frozen"] = "trained"
     # Fields of drafter.config.DrafterConfig that differ from the verifier's, for instance {head_dim: 128}.
     config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _weighed(self) -> Self:
+        if self.step_weights is not None:
+            if len(self.step_weights) != self.ttt_steps:
+                raise ValueError(
+                    f"step_weights: expected ttt_steps ({self.ttt_steps}) of them, found {len(self.step_weights)}"
+                )
+            if min(self.step_weights) < 0 or not any(self.step_weights):
+                raise ValueError(f"step_weights: expected none below 0 and one above, found {list(self.step_weights)}")
+        return self
 
 
 class MixedDataset(BaseModel):

@@ -62,6 +62,9 @@ class Trainer:
         self, drafter: Drafter, head: VerifierHead, section: DrafterSection, settings: TrainingSection, team: Team
     ) -> None:
         self.drafter, self.head, self.section, self.settings, self.team = drafter, head, section, settings, team
+        if section.lm_head == "frozen" and drafter.lm_head.weight.shape == head.draft_weight_WD.shape:
+            # The very rows that teach: in the dtype of the products, and kept once.
+            drafter.lm_head.weight = torch.nn.Parameter(head.draft_weight_WD, requires_grad=False)
         self.cache = ArgmaxCache(head)
         if settings.recompute:
             recompute_mlp(drafter)
@@ -150,7 +153,8 @@ class Trainer:
             return ttt_loss(
                 self.drafter, self.head, batch.token_ids_T, batch.loss_mask_T, batch.features_TF, batch.final_TD,
                 batch.lengths, steps=self.section.ttt_steps, decay=self.section.step_decay, denominator=1,
-                argmax_T=batch.argmax_T,
+                argmax_T=batch.argmax_T, kind=self.section.loss, out_of_vocabulary=self.section.out_of_vocabulary,
+                step_weights=self.section.step_weights,
             )  # fmt: skip
 
     def _sums(self) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from drafter.errors import DrafterError
 from vocab.mapping import DraftVocab
 
-# Logits over the whole vocabulary that exist at one time: 2**25 are 204 rows of Kimi-K2.5, 64 MiB in bf16.
-_LOGITS_AT_ONCE = 1 << 25
+# Logits over the whole vocabulary that exist at one time: 2**24 are 102 rows of Kimi-K2.5, 32 MiB in bf16.
+_LOGITS_AT_ONCE = 1 << 24
 
 
 class VerifierHead:

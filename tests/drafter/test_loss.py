@@ -60,7 +60,8 @@ def test_value_gradients_and_counts_are_the_naive_ones(
     drafter = small_drafter(seed, draft_vocab_size=draft)
     head, batch = small_head(drafter, seed), small_batch(drafter, lengths, seed, masked)
     with pytest.MonkeyPatch.context() as patch:  # chunks of one row, of a few, of all
-        patch.setattr("drafter.head_loss._LOGITS_AT_ONCE", at_once)
+        patch.setattr("drafter.head_loss._LOGITS_AT_ONCE", {"cpu": at_once})
+        patch.setattr("drafter.head_loss._LEAST_ROWS", 2)
         patch.setattr("drafter.verifier_head._LOGITS_AT_ONCE", at_once)
         found = ttt_loss(drafter, head, *batch.parts(), steps=steps)
     found.loss.backward()

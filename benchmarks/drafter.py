@@ -1,0 +1,182 @@
+"""What does a step of drafter training cost, in time and memory, against the peers and against what it must cost?
+
+    python -m benchmarks.drafter [--quick] [--json out.json] [--folder DIR]
+
+Steps of our trainer beside SpecForge's (trained lm_head) and speculators' (frozen), in one thread, in turn, in CPU
+seconds, on the same ids, masks, states and draft vocabulary (peers: when $STATEHOUSE_PEERS_PYTHON is a Python that has
+them; their GPU-only losses are replaced by their own references). Then how cost grows with tokens and steps, beside the
+floor (benchmarks/drafter_floor.py); memory over the whole vocabulary of Kimi-K2.5; packing against padding. The
+verifier's likeliest tokens are known after the first step (a run keeps them), the peers work them out each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.drafter_floor import floor, rate
+from benchmarks.drafter_sides import PEERS, Shape, Side, Times, measure
+from benchmarks.report import Report
+
+SHAPES = (
+    Shape(576, 8_192, 49_152, (512,), 7),
+    Shape(576, 8_192, 49_152, (1024,), 7),
+    Shape(256, 2_048, 4_096, (512,), 7),
+    Shape(576, 32_000, 49_152, (512,), 3),
+)
+# Ours with the lm_head that the peer trains with.
+MODES = {"specforge": "trained", "speculators": "frozen"}
+LIMITS = {("bfloat16", 0.6): 0.55, ("float32", 0.6): 0.7, ("bfloat16", 1.0): 0.7, ("float32", 1.0): 0.9}
+SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def rates(report: Report) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        report.row(f"matrix product of 1,536, {str(dtype)[6:]}, 1 thread", "GFLOP/s", [rate(dtype)])
+
+
+def against_peers(report: Report, folder: Path, repeats: int) -> None:
+    """Each shape, dtype and share of loss; all sides of one cell run at the same time and take steps in turn."""
+    peers = [peer for peer in PEERS if os.environ.get("STATEHOUSE_PEERS_PYTHON")]
+    worst: dict[str, float] = {}
+    for base in SHAPES:
+        for dtype, share in LIMITS:
+            shape = replace(base, loss_share=share)
+            found = cell(report, folder, shape, dtype, peers, repeats)
+            for peer in set(peers) & set(found):
+                ratio = statistics.median(found[MODES[peer]].seconds) / statistics.median(found[peer].seconds)
+                name = f"{SHORT[dtype]}_{100 * share:.0f}_over_{peer}"
+                worst[name] = max(worst.get(name, 0.0), ratio)
+            if base is SHAPES[3] and dtype == "bfloat16" and share == 0.6:
+                memory(report, found)
+    for peer in PEERS:
+        for (dtype, share), limit in LIMITS.items():
+            name = f"{SHORT[dtype]}_{100 * share:.0f}_over_{peer}"
+            if name in worst:
+                what = f"our step over {peer}'s, lm_head {MODES[peer]}, the worst of {len(SHAPES)} shapes"
+                report.bar(name, worst[name], limit, "lower", what)
+            else:
+                report.absent(f"bar {name}", f"not measured: {peer} is not installed, or failed")
+
+
+def cell(report: Report, folder: Path, shape: Shape, dtype: str, peers: list[str], repeats: int) -> dict[str, Times]:
+    ours = [(mode, Side("statehouse", shape, folder, dtype, mode)) for mode in MODES.values()]
+    sides = ours + [(peer, Side(peer, shape, folder, dtype)) for peer in peers]
+    try:
+        found = measure(sides, repeats)
+    except RuntimeError as error:
+        report.absent(f"{shape.name}, {SHORT[dtype]}", f"failed: {error}")
+        return {}
+    for name, times in found.items():
+        who = name if name in PEERS else f"statehouse, lm_head {name}"
+        what = f"{shape.name}, {SHORT[dtype]}: {who}"
+        say(what, report.row(what, "CPU s a step", times.seconds, note=f"peak {times.peak_mb:.0f} MB"))
+    return found
+
+
+def say(what: str, seconds: float) -> None:
+    print(f"  {what}: {seconds:.3f} s", flush=True)
+
+
+def memory(report: Report, found: dict[str, Times]) -> None:
+    """Peaks above the bare process at 32,000 draft ids, over that of the leaner peer."""
+    peers = {peer: found[peer].peak_mb for peer in PEERS if peer in found}
+    if not peers:
+        report.absent("bar memory_over_leaner_peer", "not measured: no peer is installed")
+        return
+    leaner = min(peers, key=lambda peer: peers[peer])
+    what = (
+        f"peak memory of a step at 32,000 draft ids over {leaner}'s, the leaner peer; lm_head {MODES[leaner]} as there"
+    )
+    report.bar("memory_over_leaner_peer", found[MODES[leaner]].peak_mb / peers[leaner], 0.5, "lower", what)
+    for mode in MODES.values():
+        share = found[mode].peak_mb / peers[leaner]
+        report.row(f"peak memory at 32,000 over {leaner}'s, our lm_head {mode}", "share", [share])
+
+
+def growth(report: Report, folder: Path, quick: bool) -> None:
+    """Cost as tokens and steps grow, and the share of the floor in it."""
+    base = SHAPES[2] if quick else SHAPES[0]
+    tokens = (512, 2048, 8192) if quick else (512, 1024, 2048, 4096, 8192)
+    steps = (1, 3, 8) if quick else (1, 2, 4, 8)
+    shapes = [replace(base, lengths=(count,), steps=3 if quick else 7) for count in tokens]
+    shapes += [replace(base, lengths=(1024,), steps=count) for count in steps]
+    for dtype in ("float32", "bfloat16"):
+        shares = []
+        for shape in shapes:
+            times = measure([("ours", Side("statehouse", shape, folder, dtype))], 2 if quick else 5)["ours"]
+            parts = floor(shape, getattr(torch, dtype))
+            least = sum(parts.values())
+            median = statistics.median(times.seconds)
+            said = ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
+            what = f"{shape.name}, {SHORT[dtype]}: our step"
+            note = f"floor {least:.3f} s ({said}): {100 * least / median:.0f} %; {1e6 * median / shape.tokens:.0f} us a token"
+            say(what, report.row(what, "CPU s a step", times.seconds, note=note))
+            if shape.tokens >= 1024:
+                shares.append(least / median)
+        what = f"least share of the floor in a step at T >= 1,024, {SHORT[dtype]}"
+        report.bar(f"floor_share_{SHORT[dtype]}", min(shares), 0.7, "higher", what)
+
+
+def whole_vocabulary(report: Report, folder: Path, quick: bool) -> None:
+    """Peak memory with 163,840 draft ids of 163,840, at T 1,024 and 2,048."""
+    peaks = {}
+    for tokens in (1024, 2048):
+        shape = Shape(256, 163_840, 163_840, (tokens,), 2 if quick else 3)
+        times = measure([("ours", Side("statehouse", shape, folder, "bfloat16", "frozen"))], 1)["ours"]
+        peaks[tokens] = times.peak_mb
+        what = f"{shape.name}, bf16, lm_head frozen: our step"
+        say(what, report.row(what, "CPU s a step", times.seconds, note=f"peak {times.peak_mb:.0f} MB"))
+    each = (peaks[2048] - peaks[1024]) * 2**20 / 1024
+    what = "bytes by which a token more raises the peak, over those of one row of bf16 logits of 163,840"
+    report.bar("whole_vocabulary_memory_growth", each / (2 * 163_840), 0.5, "lower", what)
+
+
+def packing(report: Report, folder: Path, quick: bool) -> None:
+    """Tokens trained a second: eight sequences of a realistic mix side by side, and padded to the longest of them."""
+    random = np.random.default_rng(3)
+    lengths = tuple(int(length) for length in np.clip(random.lognormal(5.6, 0.8, 8), 40, 2048))
+    base = SHAPES[2] if quick else SHAPES[0]
+    packed = replace(base, lengths=lengths, loss_share=1.0)
+    padded = replace(base, lengths=(max(lengths),) * len(lengths), loss_share=1.0)
+    sides = [
+        (name, Side("statehouse", shape, folder, "float32")) for name, shape in (("packed", packed), ("padded", padded))
+    ]
+    found = measure(sides, 2 if quick else 5)
+    speeds = {name: packed.tokens / statistics.median(times.seconds) for name, times in found.items()}
+    for name, times in found.items():
+        note = f"{packed.tokens} tokens in 8 sequences, {speeds[name]:.0f} tokens/s"
+        report.row(f"H {base.hidden}, fp32, eight sequences {name}", "CPU s a step", times.seconds, note=note)
+    what = f"tokens a second of sequences of {min(lengths)} to {max(lengths)} tokens packed, over those padded to the longest"
+    report.bar("packed_over_padded", speeds["packed"] / speeds["padded"], 1.5, "higher", what)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.drafter", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="every figure, fewer repetitions and smaller sizes")
+    parser.add_argument("--json", metavar="OUT", help="write machine, rows and bars to this file")
+    parser.add_argument("--folder", help="where synthetic data is written (a temporary folder)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Report("drafter", args.quick)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        rates(report)
+        growth(report, folder, args.quick)
+        whole_vocabulary(report, folder, args.quick)
+        packing(report, folder, args.quick)
+        against_peers(report, folder, 1 if args.quick else 5)
+    report.show(args.json)
+
+
+if __name__ == "__main__":
+    main()
