@@ -64,6 +64,8 @@ class HeadLoss(torch.autograd.Function):
             for rows, first, last in chunks(slot_N[order_N], budget):
                 at = order_N[rows]
                 count, slots = len(at), last - first
+                if not count:
+                    continue
                 if len(buffer) < (count + slots) * width:
                     buffer = torch.empty((count + slots) * width, dtype=dtype, device=device)
                 exp_RW = buffer[: (count + slots) * width].view(-1, width)
