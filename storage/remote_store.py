@@ -45,7 +45,7 @@ class RemoteStore(ObjectStore):
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         config: dict[str, Any] = {}
-        if uri.startswith("http://"):
+        if uri.startswith(("http://", "gs://")):  # Google's is https unless the credentials name another server
             options["allow_http"] = True
         if uri.startswith("s3") and endpoint:
             if _true("AWS_VIRTUAL_HOSTED_STYLE_REQUEST"):  # obstore wants the bucket in the endpoint's name then
@@ -92,7 +92,7 @@ class RemoteStore(ObjectStore):
         except (exceptions.BaseError, OSError) as error:
             # obstore's classes differ between GET and LIST for the same refusal; the server's code does not.
             code = _s3_code(error)
-            if code == "NoSuchBucket":
+            if code in ("NoSuchBucket", "ContainerNotFound"):
                 bucket = urlparse(self.uri).netloc
                 raise StoreRefused(f"{self.uri}: there is no bucket {bucket!r}; create it or correct the URI") from None
             if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):

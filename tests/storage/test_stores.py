@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import os
 import threading
 import uuid
 import zipfile
@@ -137,3 +138,20 @@ def test_a_bucket_is_named_by_its_host(s3_server: str, whole: Path, monkeypatch:
         monkeypatch.delenv(name, raising=False)
     read_all(uri)
     open_store(uri).probe()
+
+
+FURTHER = os.environ.get("STATEHOUSE_TEST_URIS", "").split()
+
+
+@pytest.mark.skipif(
+    not FURTHER, reason="STATEHOUSE_TEST_URIS names no further stores, as az://container/tests or gs://bucket/tests"
+)
+@pytest.mark.parametrize("place", FURTHER)
+def test_a_dataset_lives_in_further_stores(place: str) -> None:
+    """Probe, plan, fill, seal, read, verify. Credentials and emulators from the environment, as for the library."""
+    uri = f"{place}/{uuid.uuid4().hex}"
+    open_store(uri).probe()
+    sealed(uri, sequences(12, 200))
+    read_all(uri)
+    assert verify(open_store(uri), full=True).ok
+    assert find_datasets(place).count(uri) == 1
