@@ -177,8 +177,7 @@ class RemoteStore(ObjectStore):
         self._do(key, lambda: self._obstore.put(self._store, key, data), put=True)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        if self.uri.startswith("http"):
-            raise CannotList(f"{self.uri}: a web server cannot be listed")
+        self._require_list()
 
         def sizes() -> dict[str, int]:
             pages = self._obstore.list(self._store, prefix=prefix or None)
@@ -186,7 +185,16 @@ class RemoteStore(ObjectStore):
 
         return self._do("", sizes)
 
+    def _require_list(self) -> None:
+        if self.uri.startswith("http"):
+            raise CannotList(
+                f"{self.uri}: a web server cannot be listed, so a dataset can be read there and nothing else; give the URI of "
+                "the dataset itself, or of another copy"
+            )
+
     def written(self) -> dict[str, tuple[int, datetime]]:
+        self._require_list()
+
         def written() -> dict[str, tuple[int, datetime]]:
             pages = self._obstore.list(self._store)
             return {entry["path"]: (entry["size"], entry["last_modified"]) for page in pages for entry in page}
@@ -194,6 +202,7 @@ class RemoteStore(ObjectStore):
         return self._do("", written)
 
     def folders(self, prefix: str = "") -> list[str]:
+        self._require_list()
         found = self._do("", lambda: self._obstore.list_with_delimiter(self._store, prefix=prefix or None))
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
 

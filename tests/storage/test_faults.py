@@ -295,7 +295,7 @@ def test_of_two_planners_with_different_input_one_wins_whole_and_the_other_is_to
 
 
 @pytest.mark.parametrize(
-    ("kind", "stride"), [("local", 4), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("local", "s3"))]
+    ("kind", "stride"), [("local", 7), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("local", "s3"))]
 )
 def test_a_writer_killed_at_any_write_step_is_carried_on_and_nothing_is_written_twice(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, stride: int

@@ -96,8 +96,11 @@ def web_server(whole: Path) -> Iterator[str]:
     server.shutdown()
 
 
-def test_a_dataset_on_a_web_server_is_read(web_server: str) -> None:
+def test_a_dataset_on_a_web_server_is_read(web_server: str, capsys: pytest.CaptureFixture[str]) -> None:
     read_all(f"{web_server}/dataset")
+    assert find_datasets(f"{web_server}/dataset") == [f"{web_server}/dataset"]
+    for command in ("ls", "verify"):
+        assert "cannot be listed" in fails(capsys, command, web_server if command == "ls" else f"{web_server}/dataset")
     with pytest.raises(DatasetMissing):
         open_dataset(f"{web_server}/nothing")
 
