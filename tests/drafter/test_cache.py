@@ -22,9 +22,9 @@ class Far(LocalStore):
         super().__init__(path)
         self.given = 0
 
-    def get_view(self, key: str, start: int, length: int) -> memoryview:
+    def get_view(self, key: str, start: int, length: int, tag: str | None = None) -> memoryview:
         self.given += 1
-        return memoryview(bytes(super().get_view(key, start, length)))
+        return memoryview(bytes(super().get_view(key, start, length, tag)))
 
 
 def stored(folder: Path) -> list[Path]:
