@@ -195,6 +195,14 @@ def test_two_workers_train_to_what_one_does_also_when_the_number_changes_on_the_
             assert torch.allclose(tensor.float(), reference[name].float(), atol=3e-3), name
 
 
+@pytest.mark.slow
+def test_eight_workers_train_to_what_one_does(tiny: Tiny) -> None:
+    alone, eight = (tiny.request(name, epochs=1) for name in ("one-of-eight", "eight"))
+    whole_run(alone)
+    assert together(eight, 8)[0] == [0] * 8
+    np.testing.assert_allclose(losses(eight), losses(alone), rtol=2e-4)
+
+
 def test_one_worker_has_nobody_to_share_weights_with(tiny: Tiny) -> None:
     with pytest.raises(DrafterError, match="training.parallel: shard .* set it to replicate"):
         Session(tiny.request("lonely", parallel="shard"), Team())
