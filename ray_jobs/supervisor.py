@@ -119,9 +119,24 @@ class Supervisor:
             return
         scheduler = Scheduler(units, self.config.replicas, self._policies(quarantine_limit))
         self._schedulers.append(scheduler)
-        for slot, live in self._live.items():
-            if live.ready:
+        for slot, live in list(self._live.items()):
+            if live.ready and slot < self.config.replicas:
                 scheduler.adopt(slot, live.generation)
+            else:  # started in an earlier run that ended before it was up
+                self._kill(slot)
+        try:
+            self._drive(scheduler, method, done, waiting_on)
+        finally:
+            # A straggler may still be at a unit of this run: its answer is no answer to the next one.
+            self._waiting = {ref: one for ref, one in self._waiting.items() if one.kind in ("start", "health")}
+
+    def _drive(
+        self,
+        scheduler: Scheduler,
+        method: str,
+        done: Callable[[Any, Any], None],
+        waiting_on: Callable[[int], None],
+    ) -> None:
         heard = time.monotonic()
         with job.drain_on_sigterm() as stopped:
             stop_at: float | None = None

@@ -19,6 +19,7 @@ from faulty import TRIED, Case, wait_for
 from storage import open_dataset
 from storage.errors import DatasetNotSealed, ReplicaFailed, StatehouseError
 from storage.objects import open_store
+from storage.repair import settle
 from storage.verify import verify
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
@@ -143,6 +144,24 @@ def test_more_quarantined_than_accepted_fails_before_the_seal_and_a_retry_brings
     case.require_whole("retry of the quarantined")
 
 
+def test_after_the_seal_a_retry_brings_a_quarantined_sequence_back_under_a_seal_of_its_own(tmp_path: Path) -> None:
+    from ray_jobs.extract import existing_shards, forget_quarantined
+
+    case = Case(tmp_path, first=[901], replicas=1, max_quarantined=0.02, max_attempts=2)
+    case.fill(case.supervisor({901: ("nan", 1000)}))
+    case.require_whole("poison prompt, nan", 1)
+    store = open_store(case.uri)
+    first = open_dataset(case.uri)
+    forget_quarantined(store, case.plan, existing_shards(store, case.plan, repair=False))
+    assert len(case.missing()) == 1
+    case.fill(case.supervisor())
+    again = settle(store, case.plan)
+    assert (again.number, again.parent, again.quarantined) == (2, first.fingerprint, {})
+    assert len(open_dataset(case.uri)) == len(first) + 1
+    assert verify(store, full=True).ok
+    TRIED["retry of the quarantined, after the seal", "whole"] += 1
+
+
 @pytest.mark.slow
 def test_a_killed_replica_and_another_number_of_replicas_at_the_next_start(tmp_path: Path) -> None:
     case = Case(tmp_path, replicas=1)
@@ -206,6 +225,7 @@ def _drifting(case: Case):  # type: ignore[no-untyped-def]
     return lambda placed: actor.options(**placed).remote(case.recipe, given)
 
 
+@pytest.mark.slow
 def test_a_replica_that_never_starts_is_named(tmp_path: Path) -> None:
     case = Case(tmp_path, replicas=1, max_attempts=2)
     supervisor = case.supervisor()
