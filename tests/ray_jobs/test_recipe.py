@@ -50,6 +50,30 @@ def test_plan_works_without_weights_and_without_a_network(
     assert plan["stored_bytes"] < plan["raw_bytes"]
 
 
+def test_the_plan_counts_teacher_and_layers_and_the_price() -> None:
+    kimi = ROOT / "recipes" / "kimi_k25.yaml"
+    whole = estimate(load_recipe(kimi, ["extraction.tokens_per_second=9000", "extraction.usd_per_replica_hour=24"]))
+    assert whole["teacher_bytes"] == 8 * whole["tokens"]
+    assert whole["usd_per_million_tokens"] == pytest.approx(24 / 3600 / 9000 * 1e6)
+    assert whole["usd_of_replicas"] == pytest.approx(whole["usd_per_million_tokens"] * whole["tokens"] / 1e6)
+    aux = estimate(load_recipe(kimi, ["extraction.layers=aux", "extraction.teacher=topk(8)"]))
+    assert aux["raw_bytes"] * 4 == whole["raw_bytes"] * 3
+    assert aux["teacher_bytes"] == 72 * aux["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("extraction.layers=aux", "must be topk"),
+        ("extraction.teacher=best", "none, argmax or topk"),
+        ("extraction.teacher=topk(0)", "none, argmax or topk"),
+    ],
+)
+def test_a_teacher_that_cannot_be_is_refused(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=f"extraction.teacher.*{message}"):
+        load_recipe(ROOT / "recipes" / "kimi_k25.yaml", [override])
+
+
 def test_the_kimi_plan_gives_the_known_figures() -> None:
     plan = estimate(load_recipe(ROOT / "recipes" / "kimi_k25.yaml"))
     assert plan["bytes_per_token"] == 57_344
