@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_run
 
+from ray_jobs.replicas import open_replica
+from ray_jobs.replicas.replica import ReplicaConfig
 from ray_jobs.worker import _not_finite
+from storage import open_dataset
 
 
 def test_every_bit_pattern_is_told_finite_or_not() -> None:
@@ -23,3 +29,29 @@ def test_the_row_is_named_and_the_values_counted(value: float) -> None:
     assert _not_finite({4: np.zeros((1, 2, 4), np.uint16), 7: states.view(np.uint16)}) == {
         7: "2 of 24 values are NaN or infinite"
     }
+
+
+def test_without_the_final_state_the_teachers_top_k_stands_in_for_it(
+    tmp_path: Path, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"given": [{"prompt": f"Question {n}?", "response": f"Answer {n}."} for n in range(12)]}
+    path = tiny_run.write_recipe(tmp_path, tiny_verifier, rows)
+    text = path.read_text().replace("self_check: 0", "self_check: 0\n  layers: aux\n  teacher: topk(4)")
+    path.write_text(text)
+    recipe = tiny_run.make_dataset(path, monkeypatch)
+    assert (recipe.extraction.layers, recipe.extraction.teacher) == ("aux", "topk(4)")
+    dataset = open_dataset(recipe.dataset.uri)
+    layers = dataset.contract.capture_layers
+    assert (dataset.contract.final_state, dataset.contract.layers) == ("absent", len(layers))
+    with open_replica(
+        ReplicaConfig(engine="transformers", dtype="float32"), tiny_verifier, layers, "topk(4)"
+    ) as oracle:
+        for states in dataset.stream():
+            (expected,) = oracle.forward([states.token_ids])
+            assert states.hidden.shape == (len(states.token_ids), len(layers), 64)
+            close = expected.states[:, :-1].astype(np.float32)
+            assert np.abs(states.hidden.astype(np.float32) - close).max() <= np.abs(close).max() * 2**-8
+            assert states.teacher is not None
+            assert expected.teacher is not None
+            np.testing.assert_allclose(states.teacher.topk_logits, expected.teacher.topk_logits, atol=1e-4)
+            np.testing.assert_array_equal(states.argmax, expected.teacher.argmax)
