@@ -21,8 +21,8 @@ GAUGES = {
     "shards_total": "shards of the plan",
     "tokens": "tokens stored by this run",
     "tokens_per_s": "tokens a second since the run began",
-    "raw_GB_per_s": "bf16 bytes a second before the codec",
-    "stored_GB_per_s": "bytes a second as they are stored",
+    "raw_gb_per_s": "bf16 bytes a second before the codec",
+    "stored_gb_per_s": "bytes a second as they are stored",
     "eta_s": "seconds until the plan is filled",
     "replicas": "replicas that answer",
     "retries": "units that were handed out again",
@@ -81,8 +81,8 @@ class FillReport:
             "shards_total": progress.total,
             "tokens": progress.tokens,
             "tokens_per_s": progress.tokens / seconds,
-            "raw_GB_per_s": progress.tokens * self.plan.geometry.bytes_per_token / 1e9 / seconds,
-            "stored_GB_per_s": self.counts["stored_bytes"] / 1e9 / seconds,
+            "raw_gb_per_s": progress.tokens * self.plan.geometry.bytes_per_token / 1e9 / seconds,
+            "stored_gb_per_s": self.counts["stored_bytes"] / 1e9 / seconds,
             "eta_s": (progress.total - progress.done) * seconds / done if done else 0.0,
             "adopted": self.counts["adopted"],
             "checked": self.counts["checked"],
@@ -97,7 +97,7 @@ class FillReport:
 
     def _shown(self) -> dict[str, object]:
         values = self.values()
-        shown: dict[str, object] = {name: f"{values[name]:.3g}" for name in ("raw_GB_per_s", "stored_GB_per_s")}
+        shown: dict[str, object] = {name: f"{values[name]:.3g}" for name in ("raw_gb_per_s", "stored_gb_per_s")}
         shown |= {name: int(values[name]) for name in ("replicas", "retries", "restarts", "quarantined", "adopted")}
         if sum(self.stages.values()):
             busiest = {stage: f"{share:.0%}" for stage, share in shares(self.stages).items()}
@@ -131,8 +131,8 @@ class FillReport:
             "filled": f"{values['tokens']:,.0f} tokens",
             "seconds": f"{self.seconds:.1f}",
             "tokens_per_s": f"{values['tokens_per_s']:,.0f}",
-            "raw": f"{values['raw_GB_per_s']:.3g} GB/s",
-            "stored": f"{values['stored_GB_per_s']:.3g} GB/s",
+            "raw": f"{values['raw_gb_per_s']:.3g} GB/s",
+            "stored": f"{values['stored_gb_per_s']:.3g} GB/s",
             "bottleneck": ", ".join(f"{stage} {bottleneck[stage]:.0%}" for stage in STAGES),
             "self_check": f"{self.counts['checked']} sequences, drift {self.drift:.3g}",
             "retries": f"{values['retries']:.0f}",
