@@ -164,6 +164,11 @@ class ChatTemplate:
     def _turn(self, messages: list[Message], at: int, tools: Any) -> _Turn:
         prompt = self._render(messages[:at], tools, generation=True)
         message, reasoned = messages[at], _with_other_reasoning(messages[at])
+        if reasoned is not None and prompt.rstrip().endswith(END_THINK):
+            raise Reject(
+                "reasoning_refused",
+                f"messages[{at}] reasons, but this prompt tells the verifier not to; set `thinking: true` for this source",
+            )
         shown = reasoned is None or self._shows(messages, at, tools, reasoned)
         if "tool_calls" in message and not self._shows(messages, at, tools, _with_other_calls(message)):
             raise Reject("not_shown", f"the chat template leaves the tool calls of messages[{at}] out")
@@ -176,7 +181,7 @@ class ChatTemplate:
             reasoned is not None and "reasoning_content" not in message
         ):  # it is in the content, in the verifier's own form
             as_said = text.startswith(prompt) and text.startswith(message["content"].strip(), len(prompt))
-            shown = shown and as_said and not prompt.rstrip().endswith(END_THINK)
+            shown = shown and as_said
         if not shown:
             return self._restored_turn(messages, at, tools, prompt)
         start, stop = self._content(messages, at, tools, prompt, text)
@@ -230,16 +235,10 @@ class ChatTemplate:
             said = f"{THINK}{reasoning}{END_THINK}{said}"
         bare = {key: value for key, value in messages[at].items() if key != "reasoning_content"}
         _, after = self._around([*messages[:at], bare], at, tools, "content")
-        closed = prompt.rstrip()
-        if closed.endswith(END_THINK):
-            raise Reject(
-                "reasoning_refused",
-                f"messages[{at}] reasons, but this prompt tells the verifier not to; set `thinking: true` for this source",
-            )
         if any(not self._one_token(mark) for mark in (THINK, END_THINK)):
             raise Reject("reasoning_not_shown", f"the chat template leaves the reasoning of messages[{at}] out")
         said = said.removeprefix(THINK)
-        if not closed.endswith(THINK):
+        if not prompt.rstrip().endswith(THINK):
             said = THINK + said
         text = prompt + said + after
         return _Turn(prompt, text, ((len(prompt), self._end(text, len(prompt), len(prompt) + len(said))),))

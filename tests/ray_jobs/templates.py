@@ -32,7 +32,8 @@ LAST_REASONING = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}" + _ASK + _SYSTEM + "{% else %}<|bot|>{% if loop.index0 > ns.last %}<think>\n"
     "{{ m['reasoning_content'] | default('') }}\n</think>\n\n{% endif %}{{ m['content'] }}<|end|>\n{% endif %}{% endfor %}"
-    + _TURN_OF_BOT
+    + "{% if add_generation_prompt %}<|bot|>{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
 )
 # Reasoning is never shown, an empty block instead; the prompt opens one when asked to: as DeepSeek and Kimi do.
 NO_REASONING = (

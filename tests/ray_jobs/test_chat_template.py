@@ -99,6 +99,17 @@ def test_an_empty_think_block_of_the_template_is_nobodys_words(make: Make) -> No
     assert "<think>\n\n</think>\n\nHello." in tokenizer.decode(sequence["token_ids"])
 
 
+def test_with_thinking_off_the_prompt_holds_the_empty_block_and_reasoning_is_refused(make: Make) -> None:
+    tokenizer = make(templates.LAST_REASONING)
+    talk = [user("Hi?"), bot("Hello.")]
+    (asked,), (given,) = (prepared(tokenizer, {"messages": one}, thinking=False) for one in (talk[:1], talk))
+    assert tokenizer.decode(asked["token_ids"]).endswith("<|bot|><think>\n\n</think>\n\n")
+    assert given["token_ids"][: len(asked["token_ids"])].tolist() == asked["token_ids"].tolist()
+    assert masked_in(tokenizer, given) == ["Hello.<|end|>"]
+    with pytest.raises(Reject, match="set `thinking: true`"):
+        prepared(tokenizer, {"messages": REASONED}, thinking=False)
+
+
 @pytest.mark.parametrize("inline", [False, True])
 def test_reasoning_that_the_template_never_shows_is_put_back_behind_the_prompt(make: Make, inline: bool) -> None:
     tokenizer = make(templates.NO_REASONING)
