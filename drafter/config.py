@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from drafter.errors import DrafterError
+from drafter.rope import checked_scaling
 
 # Fields of a verifier's config that a drafter copies; without any of them there is nothing to follow.
 _COPIED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -27,30 +28,30 @@ class DrafterConfig(BaseModel):
     head_dim: int = Field(gt=0, multiple_of=2)
     rms_norm_eps: float = Field(gt=0)
     rope_theta: float = Field(gt=0)
-    # Only plain RoPE so far: {"rope_type": "default"} is stored as None, all else is refused.
-    rope_scaling: None = None
+    # None for plain RoPE; else as drafter.rope.checked_scaling fills it in.
+    rope_scaling: dict[str, Any] | None = None
     # The verifier's, and the part of it that the drafter proposes from.
     vocab_size: int = Field(gt=0)
     draft_vocab_size: int = Field(gt=0)
     max_position_embeddings: int = Field(gt=0)
-    # SGLang's drafter has no biases.
+    # SGLang's drafter has no biases in its attention but for o_proj, vLLM's has all or none: they agree on none.
     attention_bias: Literal[False] = False
+    # The servers agree on one layer: SGLang norms the states before a second one by hidden_norm, vLLM by input_layernorm.
+    num_hidden_layers: Literal[1] = 1
+    # EAGLE-3.1, with the servers' meaning: one norm over all captured states side by side before `fc` (input_norm), or
+    # one for each (fc_norm.0, ...); and whether a step is fed the state after the last norm instead of before it.
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     # 0-based outputs of the verifier's decoder layers, ascending; their number, K, may be any.
     capture_layers: tuple[int, ...] = Field(min_length=1)
 
     @field_validator("rope_scaling", mode="before")
     @classmethod
-    def _only_plain_rope(cls, scaling: Any) -> None:
-        if scaling is None:
-            return
-        given = scaling if isinstance(scaling, Mapping) else {}
-        plain = given.get("rope_type", given.get("type")) == "default"
-        if not plain or given.get("partial_rotary_factor", 1.0) != 1.0 or "mrope_section" in given:
-            raise DrafterError(
-                f"expected no RoPE scaling, or rope_type 'default' over whole heads, found {scaling}; "
-                f"other kinds are not implemented: give rope_scaling=None to train the drafter with plain RoPE, "
-                f"which need not be its verifier's"
-            )
+    def _known_rope(cls, scaling: Any) -> dict[str, Any] | None:
+        if isinstance(scaling, Mapping) and "mrope_section" in scaling:
+            raise DrafterError(f"expected RoPE of one axis, found {scaling}; give rope_scaling=None for plain RoPE")
+        return checked_scaling(scaling)
 
     @model_validator(mode="before")
     @classmethod
@@ -70,6 +71,8 @@ class DrafterConfig(BaseModel):
             raise DrafterError(
                 f"draft_vocab_size: expected at most vocab_size ({self.vocab_size}), found {self.draft_vocab_size}"
             )
+        if self.norm_before_fc and self.fc_norm:
+            raise DrafterError("norm_before_fc, fc_norm: expected at most one of them on, found both")
         layers = list(self.capture_layers)
         if layers != sorted(set(layers)) or layers[0] < 0:
             raise DrafterError(f"capture_layers: expected 0-based decoder outputs, ascending, found {layers}")
@@ -79,6 +82,11 @@ class DrafterConfig(BaseModel):
     def feature_size(self) -> int:
         """K * H_target: the captured states of one token, side by side in the order of `capture_layers`."""
         return len(self.capture_layers) * self.target_hidden_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values, in bf16, that a server caches for each token of a request."""
+        return 2 * 2 * self.num_key_value_heads * self.head_dim
 
     @staticmethod
     def from_verifier(
@@ -100,11 +108,18 @@ class DrafterConfig(BaseModel):
         fields |= {"draft_vocab_size": draft_vocab_size, "capture_layers": tuple(capture_layers)}
         fields["rms_norm_eps"] = text.get("rms_norm_eps", 1e-6)
         fields |= changed
+        if text.get("kv_lora_rank"):
+            # MLA says nothing of ordinary heads, and a mixture's dense width nothing of one layer's: 64 heads of 128 and
+            # 12,288 at a width of 7,168 (Kimi-K2.5), as published drafters have them.
+            fields["num_attention_heads"] = changed.get(
+                "num_attention_heads", min(64, text.get("num_attention_heads", 64))
+            )
+            fields.setdefault("head_dim", text.get("v_head_dim") or 128)
+            fields["intermediate_size"] = changed.get("intermediate_size", fields["hidden_size"] * 12 // 7)
+            fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
         heads = fields["num_attention_heads"]
         fields.setdefault("num_key_value_heads", text.get("num_key_value_heads") or heads)
-        # With MLA (`v_head_dim`) the drafter gets ordinary heads as wide as the values.
-        head_dim = text.get("v_head_dim") or text.get("head_dim") or fields["hidden_size"] // heads
-        fields.setdefault("head_dim", head_dim)
+        fields.setdefault("head_dim", text.get("head_dim") or fields["hidden_size"] // heads)
         return checked_config(fields, "verifier config")
 
 

@@ -33,14 +33,12 @@ _EMBEDDING = "embed_tokens.weight"
 _SAME = (
     "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size", "draft_vocab_size", "max_position_embeddings",
-    "attention_bias",
+    "attention_bias", "norm_before_fc", "fc_norm", "norm_output",
 )  # fmt: skip
-# What other EAGLE-3 drafters switch on and this one does not compute. `norm_output` also means two different things:
-# SGLang and vLLM feed the normed state back, SpecForge norms before the head.
-_REFUSED = (
-    "tie_word_embeddings", "attention_bias", "bias", "mlp_bias", "norm_output", "norm_before_residual",
-    "norm_before_fc", "fc_norm", "use_aux_norm",
-)  # fmt: skip
+# Written only where they are on: `norm_output` means something else to SpecForge (norm before the head).
+_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
+# What other EAGLE-3 drafters switch on and this one does not compute.
+_REFUSED = ("tie_word_embeddings", "attention_bias", "bias", "mlp_bias", "norm_before_residual", "use_aux_norm")
 _FIX = "export it again, or point at a folder that holds an EAGLE-3 drafter for SGLang"
 
 
@@ -67,6 +65,10 @@ def sglang_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         "norm.weight": (width,),
         "lm_head.weight": (config.draft_vocab_size, width),
     }
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (config.feature_size,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{at}.weight": (config.target_hidden_size,) for at in range(len(config.capture_layers))}
     if config.draft_vocab_size < config.vocab_size:
         shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
     if config.target_hidden_size != width:
@@ -84,7 +86,7 @@ def sglang_config(config: DrafterConfig, dtype: torch.dtype, layer_ids: Sequence
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{name: getattr(config, name) for name in _SAME},
+        **{name: getattr(config, name) for name in _SAME if name not in _VARIANTS or getattr(config, name)},
         # SGLang reads the first, vLLM the second, which counts from 1: it names the layer that reads the state.
         "eagle_config": {
             "use_aux_hidden_state": True,
@@ -235,6 +237,7 @@ def read_config(folder: str | os.PathLike[str], capture_layers: Sequence[int] | 
             f"name them with capture_layers"
         )
     fields = {name: found[name] for name in _SAME if found.get(name) is not None}
+    fields |= {name: True for name in _VARIANTS if eagle.get(name)}
     fields |= rope_fields(found) | {"capture_layers": tuple(layers)}
     fields.setdefault("draft_vocab_size", found.get("vocab_size"))
     fields.setdefault("num_key_value_heads", found.get("num_attention_heads"))

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
+from drafter.rope import frequencies
 from vocab.mapping import DraftVocab
 
 
@@ -44,12 +45,33 @@ class Drafter(nn.Module):
         self.config = config
         self.draft_vocab = draft_vocab
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD.detach().clone(), freeze=True)
+        eps = config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.feature_size, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps=eps) for _ in config.capture_layers)
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.midlayer = MidLayer(config)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.from_numpy(draft_vocab.d2t.copy()))
         self.register_buffer("t2d", torch.from_numpy(draft_vocab.t2d.copy()))
+
+    def fused(self, features_NF: Tensor) -> Tensor:
+        """What step 0 reads instead of an earlier step's output, [N, D], from the captured states of a token."""
+        features_NF = features_NF.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            features_NF = self.input_norm(features_NF)
+        if self.config.fc_norm:
+            parts = features_NF.chunk(len(self.fc_norm), dim=-1)
+            features_NF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused_ND: Tensor = self.fc(features_NF)
+        return fused_ND
+
+    def fed_back(self, hidden_ND: Tensor) -> Tensor:
+        """What the next step reads, [N, D], from the layer's output."""
+        fed_ND: Tensor = self.norm(hidden_ND) if self.config.norm_output else hidden_ND
+        return fed_ND
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [N, W], from the layer's (pre-norm) output."""
@@ -95,7 +117,9 @@ class Projections(nn.Module):
         self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        self.rope_theta = config.rope_theta
+        found = frequencies(config.rope_scaling, config.rope_theta, config.head_dim, config.max_position_embeddings)
+        # Not a buffer: a model cast to bf16 would take its frequencies along.
+        self.frequencies, self.rope_factor = found[0].tolist(), found[1]
 
     def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
         """[N, A, C] from inputs [N, 2D] at these positions."""
@@ -110,10 +134,8 @@ class Projections(nn.Module):
         """RoPE over half-heads (Llama's, not interleaved), angles and products in fp32 or better."""
         wide = torch.promote_types(projected.dtype, torch.float32)
         low, high = projected.unflatten(-1, (-1, self.head_dim)).to(wide).chunk(2, dim=-1)
-        # Not a buffer: a model cast to bf16 would take its frequencies along.
-        exponents = torch.arange(0, self.head_dim, 2, device=projected.device, dtype=wide) / self.head_dim
-        angles = positions_N[:, None, None] * self.rope_theta**-exponents
-        cos, sin = angles.cos(), angles.sin()
+        angles = positions_N[:, None, None] * torch.tensor(self.frequencies, device=projected.device, dtype=wide)
+        cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(projected.dtype)
 
 

@@ -58,7 +58,7 @@ def unroll(
     layer = drafter.midlayer
     attention = layer.self_attn
     rows_N = torch.arange(len(position_T), device=device)
-    hidden_ND = drafter.fc(features_TF.to(drafter.fc.weight.dtype))
+    hidden_ND = drafter.fused(features_TF)
     later: list[tuple[Tensor, Tensor]] = []
     for step in range(steps):
         if step == 0:
@@ -71,6 +71,7 @@ def unroll(
             if step == 0:
                 inputs = inputs[keep]
         if step > 0:
+            hidden_ND = drafter.fed_back(hidden_ND)
             inputs = layer.inputs(_embedding(drafter, token_ids_T, rows_N, end_T, 1 + step), hidden_ND)
             later.append(attention.key_value(inputs, position_T[rows_N] + step))
         query_NAC = attention.query(inputs, position_T[rows_N] + step)

@@ -86,7 +86,7 @@ def drafter_parameters(recipe: Recipe, shape: VerifierShape, layers: Sequence[in
     body = width * config.feature_size + attention + 3 * width * inner + 4 * width
     head, embedding = config.draft_vocab_size * width, config.vocab_size * width
     trained = body + (0 if recipe.drafter.lm_head == "frozen" else head)
-    return {"trained": trained, "all": body + head + embedding}
+    return {"trained": trained, "all": body + head + embedding, "kv_bytes_per_token": config.kv_bytes_per_token}
 
 
 def training_rows(plan: dict[str, Any]) -> dict[str, str]:
@@ -100,7 +100,8 @@ def training_rows(plan: dict[str, Any]) -> dict[str, str]:
         ),
         "drafter": "unknown (give drafter.config the fields of the verifier's config.json)"
         if parameters is None
-        else f"{parameters['trained'] / 1e6:,.1f} M parameters trained, {parameters['all'] / 1e6:,.1f} M with the embedding",
+        else f"{parameters['trained'] / 1e6:,.1f} M parameters trained, {parameters['all'] / 1e6:,.1f} M with the embedding, "
+        f"{parameters['kv_bytes_per_token']:,} bytes of keys and values a token",
     }
     warnings = []
     if plan["updates"] < FEW_UPDATES:
