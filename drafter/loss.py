@@ -58,6 +58,7 @@ def ttt_loss(
     out_of_vocabulary: str = "mask",
     step_weights: Sequence[float] | None = None,
     top_k: tuple[Tensor, Tensor] | None = None,
+    rows: str = "served",
 ) -> Loss:
     """Loss of a packed batch: sum over steps k of decay^k times the summed loss of the rows, over the denominator.
 
@@ -69,7 +70,7 @@ def ttt_loss(
     kind: of `drafter.divergences`. out_of_vocabulary: what is learnt where the verifier's likeliest token is outside
     the draft vocabulary: nothing (`mask`), or its shares of the tokens inside (`renormalise`).
     step_weights: [K], instead of decay^k. top_k: (ids [T, k] int64, logits [T, k]) of the verifier where they are
-    stored: the teacher, instead of final_TD's.
+    stored: the teacher, instead of final_TD's. rows: whose positions count, see `counted_rows`.
     Raises DrafterError for shapes that do not agree.
     """
     check_batch(drafter, token_ids_T, features_TF, lengths, steps)
@@ -82,8 +83,9 @@ def ttt_loss(
     ):
         if part is not None and part.shape != shape:
             raise DrafterError(f"{name}: expected {list(shape)}, found {list(part.shape)}")
-    wanted_KT = loss_rows(loss_mask_T, lengths, steps)
-    teacher_M = wanted_KT[0].nonzero().squeeze(1) + 1
+    wanted_KT = counted_rows(rows, loss_mask_T, lengths, steps)
+    taught_T = torch.stack([row.roll(1 + k) for k, row in enumerate(wanted_KT)]).any(0)
+    teacher_M = taught_T.nonzero().squeeze(1)
     if argmax_T is None and top_k is not None:
         argmax_T = top_k[0].gather(1, top_k[1].argmax(-1, keepdim=True))[:, 0]
     best_M = head.argmax(final_TD[teacher_M]) if argmax_T is None else argmax_T[teacher_M]
@@ -101,12 +103,14 @@ def ttt_loss(
     slot_T[teacher_M] = torch.arange(len(teacher_M), device=device)
 
     hidden, slots, positions = [], [], []
-    for k, step in enumerate(unroll(drafter, token_ids_T, features_TF, lengths, steps, wanted_KT)):
-        slot_N = slot_T[step.rows_N + 1 + k]
+    needed_KT = wanted_KT.flip(0).cummax(0).values.flip(0)  # a row is computed up to its last step that counts
+    for k, step in enumerate(unroll(drafter, token_ids_T, features_TF, lengths, steps, needed_KT)):
+        counted = wanted_KT[k][step.rows_N].nonzero().squeeze(1)
+        slot_N = slot_T[step.rows_N[counted] + 1 + k]
         keep = (slot_N >= 0).nonzero().squeeze(1)
-        hidden.append(step.hidden_ND[keep])
+        hidden.append(step.hidden_ND[counted[keep]])
         slots.append(slot_N[keep])
-        positions.append(len(step.rows_N))
+        positions.append(len(counted))
     counts = [len(slot) for slot in slots]
     if denominator is None:
         denominator = positions[0]
@@ -126,6 +130,25 @@ def ttt_loss(
         matched=torch.stack([part.sum() for part in match_N.split(counts)]),
         cross_entropy=torch.stack([part.sum() for part in loss_N.split(counts)]),
     )
+
+
+def counted_rows(rows: str, loss_mask_T: Tensor, lengths: Sequence[int], steps: int) -> Tensor:
+    """[K, T] bool, the rows that count at each step: `served` as this module says, or a peer's, to compare with it.
+
+    specforge: the mask holds for token t + k, which is not the last. speculators: it holds for token t + 1 + k. Both
+    count rows whose chain left the response and came back, and draft tokens that no server would.
+    """
+    if rows == "served":
+        return loss_rows(loss_mask_T, lengths, steps)
+    ahead, least = {"specforge": (0, 1), "speculators": (1, 0)}[rows]
+    at_T = torch.arange(len(loss_mask_T), device=loss_mask_T.device)
+    ends = zip(lengths, accumulate(lengths), strict=True)
+    end_T = torch.cat([torch.full((length,), end, device=at_T.device) for length, end in ends])
+    found = []
+    for k in range(steps):
+        token_T = at_T + ahead + k
+        found.append((token_T + least < end_T) & loss_mask_T.bool()[token_T.clamp(max=len(at_T) - 1)])
+    return torch.stack(found)
 
 
 def loss_rows(loss_mask_T: Tensor, lengths: Sequence[int], steps: int) -> Tensor:

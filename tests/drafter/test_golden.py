@@ -1,4 +1,4 @@
-"""Logits of every step are those of SpecForge's and speculators' own code, on the same weights and inputs."""
+"""Logits and losses of every step are those of SpecForge's and speculators' own code, on the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drafter.config import DrafterConfig
+from drafter.loss import Loss, ttt_loss
 from drafter.model import Drafter
 from drafter.ttt import unroll
 from drafter.verifier_head import VerifierHead
@@ -18,6 +19,8 @@ from vocab.mapping import DraftVocab
 
 GOLDEN = Path(__file__).parent / "golden"
 CLOSE = {"atol": 1e-4, "rtol": 0}
+SPECFORGE = ["plain", "grouped", "wide_heads", "long"]
+SPECULATORS = [*SPECFORGE, "packed", "fc_norm", "norm_before_fc"]
 
 
 class Golden:
@@ -31,7 +34,8 @@ class Golden:
             key.removeprefix("drafter."): value for key, value in self.tensors.items() if key.startswith("drafter.")
         }
         layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        config = DrafterConfig.from_verifier(self.config, self.config["draft_vocab_size"], layers)
+        variants = {name: self.config.get(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+        config = DrafterConfig.from_verifier(self.config, self.config["draft_vocab_size"], layers, **variants)
         self.vocab = DraftVocab(self.weights["d2t"].numpy(), self.weights["t2d"].numpy())
         self.drafter = Drafter(config, self.vocab, self.weights["embed_tokens.weight"])
         self.drafter.load_state_dict(self.weights)
@@ -42,8 +46,14 @@ class Golden:
         found = unroll(self.drafter, tensors["token_ids"], tensors["features"], self.lengths, steps)
         return [self.drafter.logits(step.hidden_ND) for step in found]
 
+    @torch.no_grad()
+    def loss(self, steps: int, **convention: str) -> Loss:
+        head = VerifierHead(self.tensors["lm_head"], self.vocab)
+        parts = (self.tensors[name] for name in ("token_ids", "loss_mask", "features", "final"))
+        return ttt_loss(self.drafter, head, *parts, self.lengths, steps=steps, **convention)
 
-@pytest.mark.parametrize("name", ["plain", "grouped", "wide_heads"])
+
+@pytest.mark.parametrize("name", SPECFORGE)
 def test_logits_of_every_step_are_specforges(name: str) -> None:
     golden = Golden(name)
     theirs = golden.tensors["specforge.logits"]
@@ -52,7 +62,7 @@ def test_logits_of_every_step_are_specforges(name: str) -> None:
         torch.testing.assert_close(ours, theirs[step], **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped", "wide_heads", "packed"])
+@pytest.mark.parametrize("name", SPECULATORS)
 def test_logits_of_every_step_are_speculators(name: str) -> None:
     golden = Golden(name)
     theirs = golden.tensors["speculators.logits"]
@@ -66,8 +76,25 @@ def test_logits_of_every_step_are_speculators(name: str) -> None:
             their_start, our_start = their_start + length - 1, our_start + length
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped", "wide_heads"])
+@pytest.mark.parametrize("name", SPECFORGE)
 def test_the_teacher_is_specforges(name: str) -> None:
     golden = Golden(name)
     ours = VerifierHead(golden.tensors["lm_head"], golden.vocab).draft_logits(golden.tensors["final"]).softmax(-1)
     torch.testing.assert_close(ours[1:], golden.tensors["specforge.teacher"][:-1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", SPECFORGE)
+def test_the_loss_of_every_step_is_specforges_by_its_convention(name: str) -> None:
+    golden = Golden(name)
+    theirs = golden.tensors["specforge.losses"]
+    ours = golden.loss(len(theirs), rows="specforge", kind="soft_cross_entropy", out_of_vocabulary="mask")
+    torch.testing.assert_close(ours.cross_entropy / golden.lengths[0], theirs, **CLOSE)
+
+
+# Not of packed sequences: there a late step's last rows learn from the sequence behind, which ours never do.
+@pytest.mark.parametrize("name", [*SPECFORGE, "fc_norm"])
+def test_the_loss_of_every_step_is_speculators_by_its_convention(name: str) -> None:
+    golden = Golden(name)
+    theirs = golden.tensors["speculators.losses"]
+    ours = golden.loss(len(theirs), rows="speculators", kind="kl", out_of_vocabulary="renormalise")
+    torch.testing.assert_close(ours.cross_entropy / (ours.positions + 1e-5), theirs, **CLOSE)

@@ -29,7 +29,12 @@ CASES = {
     "grouped": (48, 6, 2, 8, 10_000.0, [21], 7, True),
     "wide_heads": (32, 4, 2, 16, 500_000.0, [30], 3, True),
     "packed": (32, 4, 1, 16, 10_000.0, [9, 3, 14], 5, True),
+    "long": (64, 8, 2, 16, 10_000.0, [48], 8, True),
+    "fc_norm": (32, 4, 2, 8, 10_000.0, [20], 4, True),
+    "norm_before_fc": (32, 4, 2, 8, 10_000.0, [8, 13], 4, True),
 }
+# EAGLE-3.1: keys of the config that are on. SpecForge has only fc_norm, and means another thing by norm_output.
+VARIANTS = {"fc_norm": ("fc_norm", "norm_output"), "norm_before_fc": ("norm_before_fc",)}
 
 
 def weights(config: dict, norms: bool) -> dict[str, torch.Tensor]:
@@ -54,6 +59,10 @@ def weights(config: dict, norms: bool) -> dict[str, torch.Tensor]:
     }
     for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm"):
         found[f"{name}.weight"] = 0.5 + torch.rand(width) if norms else torch.ones(width)
+    if config.get("norm_before_fc"):
+        found["input_norm.weight"] = 0.5 + torch.rand(len(LAYERS) * width)
+    if config.get("fc_norm"):
+        found |= {f"fc_norm.{at}.weight": 0.5 + torch.rand(width) for at in range(len(LAYERS))}
     ids = torch.randperm(VOCAB)[:DRAFT].sort().values
     found["d2t"] = ids - torch.arange(DRAFT)
     found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
@@ -85,12 +94,13 @@ def specforge(config: dict, state: dict, case: SimpleNamespace, folder: Path) ->
     mask[:, -1] = 0
     teacher = final @ case.lm_head.T
     with torch.no_grad():
-        model(
+        found = model(
             input_ids=ids, attention_mask=torch.ones_like(ids), target=teacher, loss_mask=mask,
             hidden_states=case.features[None],
         )  # fmt: skip
         shares = eagle3._compute_target_p(teacher, draft.t2d, mask)[0]
-    return {"specforge.logits": torch.cat(logits), "specforge.teacher": shares[0]}
+    losses = torch.stack([each.float() for each in found[0]])
+    return {"specforge.logits": torch.cat(logits), "specforge.teacher": shares[0], "specforge.losses": losses}
 
 
 def speculators(config: dict, state: dict, case: SimpleNamespace, folder: Path) -> dict[str, torch.Tensor]:
@@ -119,8 +129,8 @@ def speculators(config: dict, state: dict, case: SimpleNamespace, folder: Path) 
     )
     model = Eagle3DraftModel(
         Eagle3SpeculatorConfig(
-            transformer_layer_config=layer, draft_vocab_size=DRAFT, norm_before_residual=False, norm_before_fc=False,
-            norm_output=False, eagle_aux_hidden_state_layer_ids=[layer + 1 for layer in LAYERS],
+            transformer_layer_config=layer, draft_vocab_size=DRAFT, norm_before_residual=False,
+            **{name: config.get(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}, eagle_aux_hidden_state_layer_ids=[layer + 1 for layer in LAYERS],
             speculators_config=speculator,
         )
     )  # fmt: skip
@@ -148,8 +158,9 @@ def speculators(config: dict, state: dict, case: SimpleNamespace, folder: Path) 
         ttt_steps=case.steps, ttt_step_loss_decay=1.0, loss_fn="kl_div", loss_implementation="eager"
     )
     with torch.no_grad():
-        model(**collate(items), **call)
-    return {"speculators.logits": torch.cat(logits)}
+        _, _, metrics = model(**collate(items), **call)
+    losses = torch.stack([metrics[f"loss_{step}_sum"].float() for step in range(case.steps)])
+    return {"speculators.logits": torch.cat(logits), "speculators.losses": losses}
 
 
 def record(owner: object, method: str) -> list[torch.Tensor]:
@@ -176,6 +187,7 @@ def generate(name: str, folder: Path) -> None:
         "rope_scaling": None, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(LAYERS)},
     }  # fmt: skip
+    config |= dict.fromkeys(VARIANTS.get(name, ()), True)
     state = weights(config, norms)
     tokens = sum(lengths)
     verifier = LlamaForCausalLM(
@@ -196,7 +208,7 @@ def generate(name: str, folder: Path) -> None:
     found = {}
     with tempfile.TemporaryDirectory() as temporary:
         verifier.save_pretrained(Path(temporary, "verifier"))
-        if len(lengths) == 1:  # SpecForge does not pack
+        if len(lengths) == 1 and name not in VARIANTS:  # SpecForge does not pack
             found |= specforge(config, state, case, Path(temporary))
         found |= speculators(config, state, case, Path(temporary))
     inputs = {key: getattr(case, key) for key in ("token_ids", "loss_mask", "features", "final", "lm_head")}
