@@ -311,13 +311,15 @@ class Session:
             held[part] for part in pack_rows(np.arange(len(held)), items.length[held], self.settings.micro_batch_tokens)
         ]
         with self._loader(packed[self.team.rank :: self.team.world]) as loader:
-            measured = self.trainer.evaluate(loader)
+            sources = self.sources.mixture.sequences["source"]
+            measured = self.trainer.evaluate(loader, {int(at): sources[int(items.row[at])].as_py() for at in held})
         entry = {
             "update": self.progress.update,
             "loss": measured.loss,
             "accuracy": list(measured.accuracy),
             "covered": list(measured.covered),
             "positions": measured.positions,
+            "fair": {source: one.shares() for source, one in measured.fair.items()},
         }
         self.progress.evaluations.append(entry)
         self.journal.evaluation(entry)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from drafter.batch import PackedBatch, Planes
 from drafter.checkpoint import Shapes, Snapshot
 from drafter.errors import DrafterError
 from drafter.loss import Loss, ttt_loss
+from drafter.metrics import Fair, fair_metrics
 from drafter.model import Drafter
 from drafter.optimizer import Optimizer
 from drafter.parallel import Replicated, Sharded, Weights
@@ -34,7 +36,8 @@ from storage.errors import StatehouseError
 @dataclass(frozen=True)
 class Measured:
     """Sums over some batches, divided. loss: per step-0 position. accuracy: [K] greedy matches with the verifier's
-    likeliest token of its whole vocabulary. covered: [K] share whose likeliest token the drafter can propose.
+    likeliest token of its whole vocabulary. covered: [K] share whose likeliest token the drafter can propose. fair: by
+    source, where it was asked for (`drafter.metrics`).
     """
 
     loss: float
@@ -43,6 +46,7 @@ class Measured:
     covered: tuple[float, ...]
     grad_norm: float = math.nan
     skipped: bool = False
+    fair: Mapping[str, Fair] = field(default_factory=dict)
 
 
 def learning_rate(update: int, total: int, settings: TrainingSection) -> float:
@@ -131,31 +135,52 @@ class Trainer:
         return Shapes({name: tuple(one.shape) for name, one in self.trained.items()}, self.optimizer.shapes())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[PackedBatch | Planes]) -> Measured:
-        """The loss and its counts on this worker's share of the batches, summed over workers; changes nothing."""
+    def evaluate(self, batches: Iterable[PackedBatch | Planes], source_of: Mapping[int, str] | None = None) -> Measured:
+        """The loss and its counts on this worker's share of the batches, summed over workers; changes nothing.
+
+        source_of: of every row (`PackedBatch.rows`) that any worker has, the same on all: then the fair numbers are there for each source.
+        """
         sums, error = self._sums(), None
+        fair = {name: Fair.zero(self.section.ttt_steps) for name in sorted(set((source_of or {}).values()))}
         self.weights.gather()
         try:
             for batch in batches:
                 sums += _flat(self._loss(batch))
+                if source_of:
+                    for name, found in self._fair(batch, [source_of[row] for row in batch.rows]).items():
+                        fair[name] = fair[name] + found
         except StatehouseError as caught:
             error = caught
         self.team.agree(error)
         self.weights.release()
         self.team.add(sums)
-        return self._measured(sums)
+        for name, found in fair.items():
+            self.team.add(flat := found.flat().to(self.team.device))
+            fair[name] = Fair.of_flat(flat, self.section.ttt_steps)
+        return replace(self._measured(sums), fair=fair)
+
+    def _fair(self, given: PackedBatch | Planes, sources: list[str]) -> dict[str, Fair]:
+        batch = given.to(self.team.device)
+        with self._precision():
+            return fair_metrics(
+                self.drafter, self.head, batch.token_ids_T, batch.loss_mask_T, batch.features_TF, batch.final_TD,
+                batch.lengths, sources, self.section.ttt_steps,
+            )  # fmt: skip
 
     def _loss(self, given: PackedBatch | Planes) -> Loss:
         """The summed loss (not yet divided) of one micro-batch."""
         batch = self.cache.fill(given.to(self.team.device))
-        narrow = self.settings.dtype == "bfloat16"
-        with torch.autocast(self.team.device.type, torch.bfloat16) if narrow else contextlib.nullcontext():
+        with self._precision():
             return ttt_loss(
                 self.drafter, self.head, batch.token_ids_T, batch.loss_mask_T, batch.features_TF, batch.final_TD,
                 batch.lengths, steps=self.section.ttt_steps, decay=self.section.step_decay, denominator=1,
                 argmax_T=batch.argmax_T, kind=self.section.loss, out_of_vocabulary=self.section.out_of_vocabulary,
                 step_weights=self.section.step_weights,
             )  # fmt: skip
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        narrow = self.settings.dtype == "bfloat16"
+        return torch.autocast(self.team.device.type, torch.bfloat16) if narrow else contextlib.nullcontext()
 
     def _sums(self) -> Tensor:
         return torch.zeros(1 + 3 * self.section.ttt_steps, dtype=torch.float64, device=self.team.device)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafter.acceptance import Tally, draft_chains, greedy_ceiling, shifted_d2t, tally_sequence, tau_interval
+from drafter.metrics import Fair, fair_metrics
 from drafter.run import EVALUATION, EVALUATION_PLOT, WALKS, Run
 from drafter.sources import open_verifier_weights
 from drafter.verifier_head import VerifierHead
@@ -68,6 +69,8 @@ class Measured:
     tallies: dict[str, dict[int, Tally]]
     hits: dict[str, int]
     walks: Walks | None
+    # Of each drafter, teacher-forced (drafter.metrics): not of the ceiling.
+    fair: dict[str, Fair]
 
 
 def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Measured]:
@@ -97,6 +100,11 @@ def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Me
         features_TF, best_T = hidden_TLD[:, :-1].flatten(1), head.argmax(hidden_TLD[:, -1])
         batch = (ids_T, mask_T, features_TF, counts, steps)
         chains = {name: draft_chains(drafter, *batch) for name, drafter in drafters.items()}
+        numbers = [str(at) for at in range(len(sequences))]
+        fair = {
+            name: fair_metrics(drafter, head, ids_T, mask_T, features_TF, hidden_TLD[:, -1], counts, numbers, steps)
+            for name, drafter in drafters.items()
+        }
         accepted = {name: found.accepted_T for name, found in chains.items()}
         accepted[CEILING] = greedy_ceiling(best_T, head.in_draft_V[best_T], ids_T, mask_T, counts, steps)
         # A first draft stands after each token of a response that has another behind it: the drafter's places.
@@ -105,7 +113,7 @@ def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Me
         hits = {name: place_T & (found.first_T == best_T) for name, found in chains.items()}
         hits[CEILING] = place_T & head.in_draft_V[best_T]
         end = 0
-        for one, count in zip(sequences, counts, strict=True):
+        for number, one, count in zip(numbers, sequences, counts, strict=True):
             here = slice(end, end := end + count)
             tallies = {
                 name: tally_sequence(accepted_T[here].cpu().numpy(), one.loss_mask, recipe.evaluation.draft_lengths)
@@ -116,7 +124,18 @@ def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Me
             walks = None
             if trained.draft_vocab.size == trained.draft_vocab.vocab_size:
                 walks = walks_of(accepted[DRAFTER][here].cpu().numpy(), one.token_ids, one.loss_mask, steps)
-            measured.append(Measured(one.source, int(one.loss_mask.sum()), places, own, tallies, right, walks))
+            measured.append(
+                Measured(
+                    one.source,
+                    int(one.loss_mask.sum()),
+                    places,
+                    own,
+                    tallies,
+                    right,
+                    walks,
+                    {name: found[number] for name, found in fair.items()},
+                )
+            )
     return measured
 
 
@@ -205,6 +224,9 @@ def _summary(measured: Sequence[Measured], draft_lengths: Sequence[int], seed: i
             }
         hits = sum(one.hits[name] for one in measured)
         drafters[name] = {"tau": taus, "greedy_accuracy": _number(hits / judged if judged else math.nan)}
+        if name in measured[0].fair:
+            total_fair = sum((one.fair[name] for one in measured), Fair.zero(max(draft_lengths)))
+            drafters[name]["fair"] = total_fair.shares()
     return {
         "sequences": len(measured),
         "tokens": sum(one.tokens for one in measured),
