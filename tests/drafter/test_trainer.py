@@ -230,6 +230,7 @@ def test_sharded_weights_train_to_what_whole_ones_do_and_either_carries_on_the_o
     assert summary["skipped_updates"] == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_one_worker_ends_all_of_them_with_its_line(tiny: Tiny) -> None:
     codes, line = together(tiny.request("broken"), 2, told="break")
     assert codes == [7, 7]
@@ -279,6 +280,7 @@ def test_a_compiled_layer_learns_the_same(tiny: Tiny) -> None:
     np.testing.assert_allclose(losses(compiled), losses(plain), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_muon_learns_and_resumes_in_the_same_bits(tiny: Tiny) -> None:
     undisturbed, cut = (
         tiny.request(name, epochs=8, optimizer="muon", lr=2e-2, checkpoint_every=3) for name in ("muon", "muon-cut")
@@ -292,11 +294,11 @@ def test_muon_learns_and_resumes_in_the_same_bits(tiny: Tiny) -> None:
 
 
 def test_held_out_loss_every_few_updates_and_the_best_becomes_the_drafter(tiny: Tiny) -> None:
-    # So high a rate that it does not end where it was best.
+    # So high a rate that the first updates, bad as they are, are the best: 22 nats after two, 50 to 90 after that.
     request = tiny.request(
         "best",
         epochs=6,
-        lr=0.1,
+        lr=1.0,
         betas=(0.0, 0.5),
         warmup=0.0,
         min_lr_share=1.0,

@@ -109,9 +109,9 @@ def test_a_job_that_dies_between_two_units_draws_nothing_twice(
 
     class Dying(InProcess):
         def __init__(self, after: int) -> None:
-            self.after, self.actors, self.restarts = after, [], 0
+            self.after = after
 
-        def run(self, method: str, units: Any, done: Any, _waiting: Any) -> None:
+        def run(self, method: str, units: Any, done: Any, _waiting: Any, _limit: int | None = None) -> None:
             for number, unit in enumerate(units):
                 if number == self.after:
                     raise KeyboardInterrupt
