@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 from jobs import ROOT
@@ -109,5 +110,11 @@ def test_killed_twice_and_resumed_by_another_number_of_workers_it_ends_at_the_sa
         jobs.finish("evaluate", f"training.run={name}")
         found = json.loads(open_store(f"{uri}-runs/{name}").get("evaluation.json"))
         taus.append(found["sources"]["all"]["drafters"]["drafter"]["tau"]["3"]["tau"])
-    assert taus[0] > 1.05
+    # A random verifier says nothing that can be learnt, so tau is low; the curves say that the runs are the same.
     assert taus[1] == pytest.approx(taus[0], abs=0.02)
+    whole, killed = (
+        [json.loads(line)["loss"] for line in open_store(f"{uri}-runs/{name}").get("metrics.jsonl").splitlines()]
+        for name in ("whole", "killed")
+    )
+    np.testing.assert_allclose(killed, whole, rtol=2e-2)
+    assert min(whole) < 0.5 * whole[0]
