@@ -6,6 +6,7 @@ import io
 import time
 from collections import Counter
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,7 +15,8 @@ from ray_jobs.prompt_files import PromptFile
 from ray_jobs.prompts import PROMPTS_SCHEMA, REJECTS_SCHEMA
 from storage.errors import RecipeError, StatehouseError
 
-_ROW_GROUP_BYTES = 16 << 20
+# About 20 MB in memory.
+ROW_GROUP_TOKENS = 1 << 22
 
 
 class Collected:
@@ -31,6 +33,7 @@ class Collected:
         self._place, self._in_file = (0, 0), 0
         self._closed: list[int] = []
         self._held: list[pa.Table] = []
+        self._held_tokens = 0
         self._sink = io.BytesIO()
         self._writer = pq.ParquetWriter(self._sink, PROMPTS_SCHEMA, compression="zstd")
         self._began = self._told = time.monotonic()
@@ -82,14 +85,24 @@ class Collected:
         self.loss_tokens += pa.compute.sum(pa.compute.list_flatten(prompts["loss_mask"])).as_py() or 0
         self.sources.update(prompts["source"].to_pylist())
         self.kinds.update(prompts["kind"].to_pylist())
-        self._held.append(prompts)
-        if sum(one.nbytes for one in self._held) >= _ROW_GROUP_BYTES:
+        # A row group ends behind the row that fills it, wherever the blocks do: equal rows make equal bytes.
+        ends = (
+            np.cumsum(pa.compute.list_value_length(prompts["token_ids"]).to_numpy().astype(np.int64))
+            + self._held_tokens
+        )
+        while prompts.num_rows and ends[-1] >= ROW_GROUP_TOKENS:
+            cut = int(np.searchsorted(ends, ROW_GROUP_TOKENS)) + 1
+            self._held.append(prompts.slice(0, cut))
             self._flush()
+            prompts, ends = prompts.slice(cut), ends[cut:] - ends[cut - 1]
+        if prompts.num_rows:
+            self._held.append(prompts)
+            self._held_tokens = int(ends[-1])
 
     def _flush(self) -> None:
         if self._held:
             self._writer.write_table(pa.concat_tables(self._held).combine_chunks())
-            self._held = []
+            self._held, self._held_tokens = [], 0
 
     def _close(self, at: int, rows: int) -> None:
         if rows != self._in_file:

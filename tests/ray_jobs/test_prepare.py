@@ -17,6 +17,7 @@ import templates
 from jobs import ROOT, Finished, finish, start_driver
 from templates import END, MARKS, prepared, with_template
 
+from ray_jobs import collecting
 from ray_jobs.collecting import Collected
 from ray_jobs.prompt_files import PromptFile, files_of
 from ray_jobs.prompts import Limits
@@ -56,19 +57,23 @@ def blocks(files: list[PromptFile], verifier: Path, rows: int) -> Iterator[pa.Ta
             yield from tokenise_block(lines.slice(low, rows), files, (str(verifier), None, False), Limits(49152, 200))
 
 
-def test_the_result_does_not_depend_on_how_the_rows_were_cut(files: list[PromptFile], tiny_verifier: Path) -> None:
+def test_the_result_does_not_depend_on_how_the_rows_were_cut(
+    files: list[PromptFile], tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "ROW_GROUP_TOKENS", 300)
     made = []
     for rows in (1, 7, 1000):
         collected = Collected(files)
         for block in blocks(files, tiny_verifier, rows):
             collected.add(block)
-        made.append((pq.read_table(io.BytesIO(collected.finish())), collected.rejects))
+        made.append((collected.finish(), collected.rejects))
         assert (collected.rows, collected.prompts, collected.duplicates) == (74, 72, 1)
         assert collected.codes == {"not_json": 1, "empty": 1}
         assert collected.kinds == {"generate": 70, "given": 2}
         assert collected.loss_tokens == 100
     assert made[0] == made[1] == made[2]
-    prompts, rejects = made[0]
+    prompts, rejects = pq.read_table(io.BytesIO(made[0][0])), made[0][1]
+    assert pq.ParquetFile(io.BytesIO(made[0][0])).num_row_groups > 3
     rows_of_b, rows_of_a = (f"{file.path}:" for file in files[:2])
     assert prompts["row"].to_pylist() == [f"{rows_of_b}{n + 1}" for n in range(70)] + [f"{rows_of_a}3"] * 2
     assert prompts["source"].to_pylist() == ["b"] * 70 + ["a"] * 2
