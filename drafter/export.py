@@ -130,12 +130,25 @@ def export_sglang(
     state = drafter.state_dict()
     for unread in {_EMBEDDING, "d2t", "t2d"} - set(shapes):
         state.pop(unread)
-    tensors = {
+    write_folder(folder, sglang_config(config, dtype, layer_ids), converted(state, dtype), shapes)
+
+
+def converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
         name: tensor.detach().cpu().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in state.items()
     }
+
+
+def write_folder(
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """config.json and model.safetensors, once every tensor is found to be of these shapes; see `export_sglang`."""
     _check_tensors("drafter", tensors, shapes, "this is a fault of the program: please report it")
-    text = json.dumps(sglang_config(config, dtype, layer_ids), indent=2) + "\n"
+    text = json.dumps(config, indent=2) + "\n"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         part = Path(folder, TENSORS + ".part")
@@ -162,13 +175,46 @@ def load_sglang(
     when the drafter computes what SGLang's plain EAGLE-3 layer does not.
     """
     config = read_config(folder, capture_layers)
-    where = f"{Path(folder, TENSORS)}"
-    try:
-        tensors = load(Path(where).read_bytes())
-    except OSError as error:
-        raise DrafterError(f"{where}: cannot read it: {error.strerror or error}; {_FIX}") from error
-    except SafetensorError as error:
-        raise DrafterError(f"{where}: expected a safetensors file, found {error}; {_FIX}") from error
+    where, tensors = read_tensors(folder)
+    # What others call the same: EAGLE's own code and SGLang say midlayer, vLLM and its exporters layers.0.
+    return build(where, config, by_server_names(where, tensors), embedding_VD)
+
+
+def by_server_names(where: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under SGLang's names. Raises DrafterError when two would get the same one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        known = name.removeprefix("model.")
+        known = "midlayer." + known.removeprefix("layers.0.") if known.startswith("layers.0.") else known
+        if known in found:
+            raise DrafterError(f"{where}: {name}: expected one tensor of that meaning, found another one; {_FIX}")
+        found[known] = tensor
+    return found
+
+
+def read_tensors(folder: str | os.PathLike[str]) -> tuple[str, dict[str, Tensor]]:
+    """(what to call them in an error, all tensors) of a folder's safetensors, in one file or in several.
+
+    Raises DrafterError when there are none, or one cannot be read.
+    """
+    root = Path(folder)
+    paths = sorted(root.glob("*.safetensors")) or [root / TENSORS]
+    where = str(paths[0] if len(paths) == 1 else root / "*.safetensors")
+    found: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            found |= load(path.read_bytes())
+        except OSError as error:
+            pickled = any(root.glob("*.bin")) or any(root.glob("*.pt"))
+            fix = "save it again as safetensors: pickles are not opened" if pickled else _FIX
+            raise DrafterError(f"{path}: cannot read it: {error.strerror or error}; {fix}") from error
+        except SafetensorError as error:
+            raise DrafterError(f"{path}: expected a safetensors file, found {error}; {_FIX}") from error
+    return where, found
+
+
+def build(where: str, config: DrafterConfig, tensors: dict[str, Tensor], embedding_VD: Tensor | None) -> Drafter:
+    """The drafter of these tensors, by SGLang's names, checked one by one; see `load_sglang`."""
     shapes = sglang_tensors(config)
     optional = {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
@@ -183,8 +229,7 @@ def load_sglang(
     embedding_VD = tensors.pop(_EMBEDDING) if embedding_VD is None else embedding_VD
     dtype = tensors["fc.weight"].dtype
     drafter = Drafter(config, _draft_vocab(where, config, tensors), embedding_VD).to(dtype)
-    tensors |= {"d2t": drafter.d2t, "t2d": drafter.t2d, _EMBEDDING: drafter.embed_tokens.weight}
-    drafter.load_state_dict(tensors)
+    drafter.load_state_dict(tensors | {"d2t": drafter.d2t, "t2d": drafter.t2d, _EMBEDDING: drafter.embed_tokens.weight})
     return drafter
 
 
@@ -213,16 +258,11 @@ def read_config(folder: str | os.PathLike[str], capture_layers: Sequence[int] | 
 
     capture_layers: as for `load_sglang`. Raises DrafterError that names file and field.
     """
-    path = Path(folder, CONFIG)
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DrafterError(f"{path}: cannot read it: {error.strerror or error}; {_FIX}") from error
-    except ValueError as error:
-        raise DrafterError(f"{path}: expected JSON, found {error}; {_FIX}") from error
-    if not isinstance(found, dict) or found.get("architectures") != [_ARCHITECTURE]:
-        architectures = found.get("architectures") if isinstance(found, dict) else type(found).__name__
-        raise DrafterError(f"{path}: architectures: expected {[_ARCHITECTURE]}, found {architectures}; {_FIX}")
+    path, found = read_json(folder)
+    if found.get("architectures") != [_ARCHITECTURE]:
+        raise DrafterError(
+            f"{path}: architectures: expected {[_ARCHITECTURE]}, found {found.get('architectures')}; {_FIX}"
+        )
     eagle = found.get("eagle_config") or {}
     if found.get("num_hidden_layers") != 1:
         raise DrafterError(f"{path}: num_hidden_layers: expected 1, found {found.get('num_hidden_layers')}; {_FIX}")
@@ -244,6 +284,20 @@ def read_config(folder: str | os.PathLike[str], capture_layers: Sequence[int] | 
     if "head_dim" not in fields and found.get("hidden_size") and found.get("num_attention_heads"):
         fields["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
     return checked_config(fields, str(path))
+
+
+def read_json(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """(its path, what it says) of a folder's config.json. Raises DrafterError when it is none."""
+    path = Path(folder, CONFIG)
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DrafterError(f"{path}: cannot read it: {error.strerror or error}; {_FIX}") from error
+    except ValueError as error:
+        raise DrafterError(f"{path}: expected JSON, found {error}; {_FIX}") from error
+    if not isinstance(found, dict):
+        raise DrafterError(f"{path}: architectures: expected a config, found {type(found).__name__}; {_FIX}")
+    return path, found
 
 
 def _draft_vocab(where: str, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> DraftVocab:

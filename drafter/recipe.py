@@ -24,6 +24,8 @@ class DrafterSection(BaseModel):
     out_of_vocabulary: Literal["mask", "renormalise"] = "mask"
     # trained: from random. initialised: from the verifier's rows, then trained. frozen: the verifier's rows.
     lm_head: Literal["trained", "initialised", "frozen"] = "trained"
+    # Folder or URI of a drafter to start from (SGLang's or speculators' format), of any draft vocabulary; random if none.
+    start_from: str | None = None
     # Fields of drafter.config.DrafterConfig that differ from the verifier's, for instance {head_dim: 128}.
     config: dict[str, Any] = Field(default_factory=dict)
 

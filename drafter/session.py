@@ -31,6 +31,7 @@ from drafter.progress import TELEMETRY, Progress, describe, shares, update_line
 from drafter.run import Run
 from drafter.sampler import Epoch, pack_rows
 from drafter.sources import Request, open_sources, open_verifier_weights
+from drafter.start import begin
 from drafter.team import Team
 from drafter.tracking import open_trackers
 from drafter.trainer import Trainer, learning_rate
@@ -75,6 +76,7 @@ class Session:
         self.config = drafter_config(request, self.sources, self.weights)
         dtype = getattr(torch, self.settings.dtype)
         drafter = self._new_drafter()
+        self._log("train begins %s", begin(drafter, request.drafter))
         drafter.embed_tokens.to(dtype)
         head = VerifierHead(self.weights.lm_head_VD.to(team.device, dtype), self.sources.vocabulary)
         if self.settings.parallel == "shard" and team.world == 1 and not torch.distributed.is_initialized():
@@ -311,8 +313,7 @@ class Session:
             held[part] for part in pack_rows(np.arange(len(held)), items.length[held], self.settings.micro_batch_tokens)
         ]
         with self._loader(packed[self.team.rank :: self.team.world]) as loader:
-            sources = self.sources.mixture.sequences["source"]
-            measured = self.trainer.evaluate(loader, {int(at): sources[int(items.row[at])].as_py() for at in held})
+            measured = self.trainer.evaluate(loader, self.sources.source_of(held))
         entry = {
             "update": self.progress.update,
             "loss": measured.loss,

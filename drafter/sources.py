@@ -104,6 +104,11 @@ class Sources:
         """How many sequences these items are of."""
         return len(np.unique(self.items.row[items]))
 
+    def source_of(self, items: NDArray[np.int64]) -> dict[int, str]:
+        """{item: source of its sequence}."""
+        names = self.mixture.sequences["source"].take(self.items.row[items]).to_pylist()
+        return dict(zip(items.tolist(), names, strict=True))
+
     def identity(self, request: Request) -> dict[str, Any]:
         """What makes a run what it is: with any of these different, the same checkpoint cannot be carried on."""
         return {

@@ -153,7 +153,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Ten
     [
         (drop("fc.weight"), "expected tensors \\['fc.weight'\\], found none of that name"),
         (drop("d2t"), "expected tensors \\['d2t'\\]"),
-        (put("layers.0.hidden_norm.weight", torch.clone), "found \\['layers.0.hidden_norm.weight'\\]"),
+        (put("layers.0.hidden_norm.weight", torch.clone), "hidden_norm.weight: expected one tensor of that meaning"),
         (
             put("midlayer.mlp.up_proj.weight", lambda t: t[:5].clone()),
             "up_proj.weight: .* \\[24, 16\\], found \\[5, 16\\]",
