@@ -9,7 +9,7 @@ death is the end of a pipe. One JSON object a line, both ways; stdin's end means
     in:  {"engine": {arguments of sglang.Engine}}                     first line
          {"id", "rid", "input_ids", "sampling_params", "capture"}     a request
          {"abort": rid}
-    out: {"ready": {...}}                                             once ("listed": rows of states that came as lists)
+    out: {"ready": {...}}                                             once ("listed": lists of states that came the engine's own way)
          {"id", "output_ids", "finish_reason", "handle", "speculation"} or {"id", "error"}
 
 It imports nothing of the project. Its standard output and error are the engine's log.
@@ -104,7 +104,7 @@ class Host:
                     "finish_reason": meta["finish_reason"],
                     "handle": handles[0] if handles else None,
                     "speculation": _speculation(meta),
-                    "listed": sum(map(len, meta.get("hidden_states") or [])),
+                    "listed": len(meta.get("hidden_states") or []),
                 }
             )
         except Exception as error:
