@@ -159,12 +159,20 @@ def _delete_shard(store: ObjectStore, plan: Plan, shard: int) -> None:
 
 
 def forget_quarantined(store: ObjectStore, plan: Plan, good: dict[int, Scanned]) -> None:
-    """Deletes the shards that lack sequences, so that these are tried again; takes them out of `good`."""
-    for shard, one in list(good.items()):
-        if one.receipt.quarantined:
-            job.log.warning("retry deletes shard=%d quarantined=%d", shard, len(one.receipt.quarantined))
-            _delete_shard(store, plan, shard)
-            del good[shard]
+    """Deletes the shards that lack sequences, so that these are tried again; takes them out of `good`.
+
+    Of a run of shards the last one's receipt names them, and all of the run may hold their NaN.
+    """
+    lacking = {shard: len(one.receipt.quarantined) for shard, one in good.items() if one.receipt.quarantined}
+    if not lacking:
+        return
+    for unit in plan.units():
+        run = range(unit.shard, unit.shard + unit.shards)
+        if found := sum(lacking.get(shard, 0) for shard in run):
+            job.log.warning("retry deletes shards=%d-%d quarantined=%d", run[0], run[-1], found)
+            for shard in run:
+                _delete_shard(store, plan, shard)
+                good.pop(shard, None)
 
 
 def reuse(recipe: Recipe, store: ObjectStore, plan: Plan, missing: set[int]) -> Reusable:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny import fill, planned, sealed, sequences
+from tiny import contract, fill, planned, sealed, sequences, unit_states
 
 from ray_jobs import extract
 from storage import layout, open_dataset
+from storage.commit import publish_plan
 from storage.errors import ShardCorrupt, StatehouseError
 from storage.objects import LocalStore
+from storage.plan import make_plan
 from storage.repair import damaged_shards
+from storage.writer import ShardWriter
 
 
 def test_bad_shards_are_an_error_and_with_repair_they_and_only_they_are_deleted(tmp_path: Path) -> None:
@@ -66,3 +69,22 @@ def test_after_the_seal_repair_deletes_only_what_is_damaged_to_the_last_byte(tmp
     assert not store.exists(layout.shard_key(1))
     with pytest.raises(StatehouseError, match="the plan has shards 0 to"):
         extract.missing_shards(store, plan, repair=True, only={999})
+
+
+def test_a_retry_deletes_the_whole_run_of_a_sequence_that_is_longer_than_a_shard(tmp_path: Path) -> None:
+    table = sequences(30, 3000)
+    plan = make_plan(table, contract(), "lossless", shard_length=1024)
+    store = LocalStore(tmp_path)
+    publish_plan(store, plan, table)
+    unit = next(unit for unit in plan.units() if unit.shards > 1)
+    writer = ShardWriter.from_uri(str(tmp_path))
+    for one in plan.units():
+        bits = unit_states(plan, one)
+        writer.calibrate(bits)
+        why = {"some id": "NaN"} if one.shard == unit.shard else {}
+        writer.write(one.shard, bits, len(one.rows), quarantined=why)
+    good = extract.existing_shards(store, plan, repair=False)
+    extract.forget_quarantined(store, plan, good)
+    run = set(range(unit.shard, unit.shard + unit.shards))
+    assert set(good) == set(range(plan.geometry.shards)) - run
+    assert extract.missing_shards(store, plan, repair=False) == run
