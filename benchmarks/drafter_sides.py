@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,40 +120,45 @@ def loss_mask(shape: Shape) -> torch.Tensor:
 class Side:
     """One process that trains, a step whenever asked. Raises RuntimeError, with what it said, when it cannot."""
 
-    def __init__(self, side: str, shape: Shape, folder: Path, dtype: str, lm_head: str = "trained") -> None:
-        verifier = write_verifier(folder, shape)
-        tensors = write_tensors(folder, shape, verifier)
-        spec = asdict(shape) | {
-            "side": side, "dtype": dtype, "lm_head": lm_head, "verifier": str(verifier), "tensors": str(tensors),
-            "folder": str(folder), "layers": LAYERS,
-        }  # fmt: skip
+    def __init__(self, side: str, folder: Path) -> None:
         program = [sys.executable, "-m", "benchmarks.drafter_step"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if side in PEERS:
             program = [os.environ["STATEHOUSE_PEERS_PYTHON"], str(ROOT / "benchmarks" / "drafter_step.py")]
-        self.side = side
-        self.log = open(folder / f"{side}.log", "w+")  # noqa: SIM115  closed by `close`
+        self.side, self.folder = side, folder
+        self.log = tempfile.TemporaryFile("w+", dir=folder)  # noqa: SIM115  closed by `close`
         self.process = subprocess.Popen(
-            [*program, json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            cwd=ROOT, env=environment,
+            [*program, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    def wait(self) -> dict[str, Any]:
-        """The next line of the process."""
+    def build(self, shape: Shape, dtype: str, lm_head: str = "trained") -> None:
+        """Another model in the same process, in place of the one before."""
+        verifier = write_verifier(self.folder, shape)
+        spec = asdict(shape) | {
+            "dtype": dtype, "lm_head": lm_head, "verifier": str(verifier), "folder": str(self.folder), "layers": LAYERS,
+            "tensors": str(write_tensors(self.folder, shape, verifier)),
+        }  # fmt: skip
+        self._ask(json.dumps(spec))
+
+    def step(self) -> dict[str, Any]:
+        """{seconds of CPU, loss, peak_mb above the bare process} of one training step."""
+        return self._ask("step")
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
-        if line := self.process.stdout.readline():
-            found: dict[str, Any] = json.loads(line)
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            found: dict[str, Any] = json.loads(answer)
             return found
         self.process.wait()
         self.log.seek(0)
         raise RuntimeError(f"{self.side}: {' '.join(self.log.read().split())[-200:]}")
-
-    def step(self) -> dict[str, Any]:
-        """{seconds of CPU, loss, peak_mb above the bare process} of one training step."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        return self.wait()
 
     def close(self) -> None:
         if self.process.stdin is not None:
@@ -162,32 +169,33 @@ class Side:
 
 @dataclass
 class Times:
-    """seconds: of each counted step. peak_mb: the largest above the bare process."""
+    """seconds: of each counted step. peak_mb: the largest above the bare process; of a fresh process it means most."""
 
     seconds: list[float]
     peak_mb: float
-    loss: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
 
 
-def interleaved(sides: dict[str, Side], repeats: int, warm: int = 1) -> dict[str, Times]:
-    """Steps in turn, one side at a time, so that other work on the machine hurts all alike."""
-    found = {name: Times([], 0.0, 0.0) for name in sides}
-    for side in sides.values():
-        side.wait()
-    for turn in range(warm + repeats):
+def interleaved(sides: Mapping[str, Side], repeats: int) -> dict[str, Times]:
+    """Steps in turn, one side at a time, so that other work on the machine hurts all alike; the first ones do not count."""
+    found = {name: Times([], 0.0) for name in sides}
+    for turn in range(1 + repeats):
         for name, side in sides.items():
             step = side.step()
-            times = found[name]
-            times.peak_mb, times.loss = max(times.peak_mb, step["peak_mb"]), step["loss"]
-            if turn >= warm:
-                times.seconds.append(step["seconds"])
+            found[name].peak_mb = max(found[name].peak_mb, step["peak_mb"])
+            if turn:
+                found[name].seconds.append(step["seconds"])
     return found
 
 
-def measure(sides: Sequence[tuple[str, Side]], repeats: int) -> dict[str, Times]:
-    """`interleaved`, and the processes ended whatever happens."""
+def measure(shape: Shape, folder: Path, dtype: str, lm_head: str, repeats: int) -> Times:
+    """Our step alone, in a fresh process."""
+    side = Side("statehouse", folder)
     try:
-        return interleaved(dict(sides), repeats)
+        side.build(shape, dtype, lm_head)
+        return interleaved({"ours": side}, repeats)["ours"]
     finally:
-        for _, side in sides:
-            side.close()
+        side.close()

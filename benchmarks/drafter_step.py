@@ -1,19 +1,21 @@
-"""One side of the drafter benchmark: builds a model, then takes a training step whenever a line comes in.
+"""One side of the drafter benchmark: builds a model for a line of JSON, takes a training step for any other line.
 
-    python -m benchmarks.drafter_step '{"side": "statehouse", ...}'
+    python -m benchmarks.drafter_step statehouse
 
 Sides: `statehouse` (the project's Python), `specforge` and `speculators` (the peers', by path: nothing of the project is
-imported then). All read one file of tensors and one verifier folder, both made by benchmarks/drafter.py. Prints JSON
-lines: first what was built, then seconds of CPU, loss and peak memory for each step.
+imported then). All read one file of tensors and one verifier folder, both made by benchmarks/drafter_sides.py. Prints a
+JSON line for each: seconds of CPU, loss and peak memory above the bare process for a step.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -89,8 +91,8 @@ def specforge(spec: SimpleNamespace, tensors: dict[str, Any]) -> Step:
     eagle3.LogSoftmaxLoss = SimpleNamespace(apply=loss._compute_loss)
     dtype = getattr(torch, spec.dtype)
     verifier = json.loads(Path(spec.verifier, "config.json").read_text())
-    folder = Path(spec.folder, f"specforge-{os.getpid()}")
-    (folder / "data").mkdir(parents=True)
+    folder = Path(tempfile.mkdtemp(dir=spec.folder))
+    (folder / "data").mkdir()
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
             "max_position_embeddings", "rms_norm_eps")  # fmt: skip
     config = {
@@ -195,22 +197,27 @@ def speculators(spec: SimpleNamespace, tensors: dict[str, Any]) -> Step:
     return step
 
 
-def main(text: str) -> None:
-    spec = SimpleNamespace(**json.loads(text))
+def main(side: str) -> None:
     import torch
     from safetensors.torch import load_file
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     sides = {"statehouse": statehouse, "specforge": specforge, "speculators": speculators}
-    for module in _IMPORTS[spec.side]:
+    for module in _IMPORTS[side]:
         importlib.import_module(module)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print; the protocol is ours
-    bare = status("VmRSS")
-    step = sides[spec.side](spec, load_file(spec.tensors))
-    print(json.dumps({"ready": spec.side, "bare_mb": bare}), file=out, flush=True)
-    for _ in sys.stdin:
+    bare, step = status("VmRSS"), None
+    for line in sys.stdin:
+        if line.startswith("{"):
+            step = None
+            gc.collect()
+            torch.manual_seed(0)
+            spec = SimpleNamespace(**json.loads(line))
+            step = sides[side](spec, load_file(spec.tensors))
+            print(json.dumps({"ready": side}), file=out, flush=True)
+            continue
+        assert step is not None
         Path("/proc/self/clear_refs").write_text("5")  # the peak from here on, not that of loading
         began = time.process_time()
         loss = step()
