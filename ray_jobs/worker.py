@@ -53,6 +53,7 @@ class ReplicaActor:
         self._teacher = recipe.extraction.teacher
         self._final = recipe.extraction.layers == "all"
         self._second: Replica | None = None
+        self._beside = Lock()
         self._replica = self._open()
         self._replica.start()
         self._about = {
@@ -133,19 +134,29 @@ class ReplicaActor:
 
     def reference(self, unit: ProbeUnit) -> tuple[str | None, Reference | None]:
         """(why there is none, states of these sequences), for another replica's self-check."""
-        alone = self._recipe.extraction.replicas == 1
-        if alone and self._second is None:
-            folder = self._folder()
-            if self._recipe.extraction.replica.engine != "transformers" and not fits_beside(folder):
-                return "one replica only, and the verifier does not fit beside it for transformers", None
-            remote = {"trust_remote_code": True} if self._recipe.verifier.trust_remote_code else {}
-            config = self._config().model_copy(update={"engine": "transformers", "gpus": 0, "args": remote})
-            self._second = open_replica(config, folder, self._layers)
-            self._second.start()
-        forwarded = self._second.forward(unit.token_ids) if self._second else self._prefill(unit.token_ids)
-        about = (self._second or self._replica).describe()
+        if self._recipe.extraction.replicas > 1:
+            forwarded, about = self._prefill(unit.token_ids), self._replica.describe()
+        else:
+            try:
+                with self._beside:  # two calls may come at once, and transformers cannot be imported twice at a time
+                    forwarded, about = self._forward_beside(unit.token_ids)
+            except Exception as error:  # whatever it is: the check is left out, the replica is not to blame
+                return f"transformers beside the only replica: {type(error).__name__}: {error}", None
         by = f"{about['engine']} {about['engine_version']} on {socket.gethostname()}, pid {os.getpid()}"
         return None, Reference(by, {row: self._bits(one) for row, one in zip(unit.rows, forwarded, strict=True)})
+
+    def _forward_beside(self, token_ids: Sequence[np.ndarray]) -> tuple[list[Forwarded], dict[str, Any]]:
+        """By transformers on the CPU, started when first needed."""
+        if self._second is None:
+            folder = self._folder()
+            if self._recipe.extraction.replica.engine != "transformers" and not fits_beside(folder):
+                raise MemoryError("the verifier takes more than a quarter of the free memory")
+            remote = {"trust_remote_code": True} if self._recipe.verifier.trust_remote_code else {}
+            config = self._config().model_copy(update={"engine": "transformers", "gpus": 0, "args": remote})
+            second = open_replica(config, folder, self._layers)
+            second.start()
+            self._second = second
+        return self._second.forward(token_ids), self._second.describe()
 
     def extract(self, unit: ExtractUnit, reference: Reference | None = None) -> Outcome:
         """Prefills, encodes and stores one shard, or adopts the one that another driver stored meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 import tiny_run
 
+from ray_jobs import worker
+from ray_jobs.recipe import load_recipe
 from ray_jobs.replicas import open_replica
 from ray_jobs.replicas.replica import ReplicaConfig
+from ray_jobs.units import ProbeUnit
 from ray_jobs.worker import _not_finite
 from storage import open_dataset
 
@@ -55,3 +59,23 @@ def test_without_the_final_state_the_teachers_top_k_stands_in_for_it(
             assert expected.teacher is not None
             np.testing.assert_allclose(states.teacher.topk_logits, expected.teacher.topk_logits, atol=1e-4)
             np.testing.assert_array_equal(states.argmax, expected.teacher.argmax)
+
+
+def test_two_checks_at_once_share_one_oracle_and_a_broken_one_leaves_the_replica_alone(
+    tmp_path: Path, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(tiny_run.write_recipe(tmp_path, tiny_verifier, {"given": [{"prompt": "a", "response": "b"}]}))
+    actor = tiny_run.InProcess(recipe).actor
+    units = [ProbeUnit((at,), [np.arange(5 + at, 25, dtype=np.int32)]) for at in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(actor.reference, units))
+    for unit, (why, reference) in zip(units, answers, strict=True):
+        assert why is None
+        assert reference is not None
+        (expected,) = actor._replica.forward(unit.token_ids)
+        assert (reference.states[unit.rows[0]] == actor._bits(expected)).all()
+    broken = tiny_run.InProcess(recipe).actor
+    monkeypatch.setattr(worker, "open_replica", lambda *_: 1 / 0)
+    why, reference = broken.reference(units[0])
+    assert reference is None
+    assert "ZeroDivisionError" in str(why)
