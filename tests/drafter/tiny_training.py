@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, LAYERS, VOCAB, contract
 
+from drafter.claim import claim
 from drafter.recipe import DrafterSection, TrainingSection
-from drafter.sources import Request
+from drafter.run import Run
+from drafter.session import train
+from drafter.sources import Request, open_sources
 from drafter.weights_hash import weights_hash
 from storage.commit import publish_plan
 from storage.objects import open_store
@@ -134,3 +137,25 @@ def planned_only(uri: str) -> None:
     """A dataset that was planned, and no more."""
     table = sequence_table(make_sequences())
     publish_plan(open_store(uri), make_plan(table, contract(), "lossless", shard_length=256), table)
+
+
+def whole_run(request: Request, **options: Any) -> dict[str, Any] | None:
+    claim(request, open_sources(request))
+    return train(request, **options)
+
+
+def exported(request: Request) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    return load(Run(request.run).store.get("drafter/model.safetensors"))
+
+
+def after(updates: int) -> Any:
+    """Says stop when it is asked for the n-th time."""
+    asked = iter([False] * (updates - 1) + [True])
+    return lambda: next(asked)
+
+
+def losses(request: Request) -> np.ndarray:
+    lines = Run(request.run).store.get("metrics.jsonl").decode().splitlines()
+    return np.array([json.loads(line)["loss"] for line in lines])

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# Rows that need no engine to answer them.
+GIVEN = [{"token_ids": list(range(n, n + 40 + n % 30)), "loss_mask": [0] * 5 + [1] * (35 + n % 30)} for n in range(500)]
 
 
 class Finished:
@@ -50,3 +52,8 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+def ok(finished: Finished) -> Finished:
+    assert finished.code == 0, finished.err
+    return finished

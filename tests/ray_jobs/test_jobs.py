@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from jobs import ROOT, Finished, finish, start_driver
+from jobs import GIVEN, ROOT, Finished, finish, ok, start_driver
 
 from ray_jobs.inputs import Inputs
 from ray_jobs.replicas import open_replica
@@ -32,14 +32,6 @@ Recipe = Callable[..., Path]
 Run = Callable[..., Finished]
 Prepared = Callable[[Path], Path]
 Start = Callable[..., subprocess.Popen[str]]
-
-
-def ok(finished: Finished) -> Finished:
-    assert finished.code == 0, finished.err
-    return finished
-
-
-GIVEN = [{"token_ids": list(range(n, n + 40 + n % 30)), "loss_mask": [0] * 5 + [1] * (35 + n % 30)} for n in range(500)]
 
 
 def assert_states_are_the_verifiers(uri: str, verifier: Path, sequences: int = 6) -> None:
@@ -260,37 +252,6 @@ def test_after_the_seal_repair_restores_a_shard_to_the_byte_or_seals_what_came_o
     assert verify(LocalStore(uri), full=True).ok
 
 
-def test_refused_prompts_fail_the_job_name_the_first_and_leave_nothing_that_counts(
-    recipe: Recipe, prepared: Prepared, run_job: Run, tmp_path: Path
-) -> None:
-    rows: list[dict[str, Any]] = [
-        {"prompt": "fine"},
-        {"prompt": ""},
-        {"prompt": "long " * 500},
-        {"token_ids": [1, 99999]},
-    ]
-    path = prepared(recipe([{"prompt": "what was prepared before"}]))
-    recipe(rows)
-    failed = run_job("prepare", path)
-    assert failed.code == 1, failed.err
-    assert "3 of 4 prompts were refused" in failed.errors[0]
-    assert "prompts.jsonl:2" in failed.errors[0]
-    rejects = pq.read_table(tmp_path / "dataset-inputs" / "rejects.parquet").to_pylist()
-    assert ["empty" in rejects[0]["reason"], "no room" in rejects[1]["reason"], "99999" in rejects[2]["reason"]] == [
-        True
-    ] * 3
-    for job in ("generate", "extract"):
-        assert run_job(job, path).code == 1
-    assert not (tmp_path / "dataset").exists()
-    assert "rejects=3" in ok(run_job("prepare", path, "dataset.max_reject_share=0.8")).err
-
-
-def test_an_empty_file_of_prompts_is_named(recipe: Recipe, run_job: Run) -> None:
-    failed = run_job("prepare", recipe([]))
-    assert failed.code == 1, failed.err
-    assert "no rows" in failed.errors[0]
-
-
 @pytest.mark.slow
 def test_a_dataset_of_another_plan_is_left_alone(
     recipe: Recipe, prepared: Prepared, run_job: Run, tmp_path: Path
@@ -326,66 +287,6 @@ def test_no_free_port_is_named_by_the_job(recipe: Recipe, prepared: Prepared, ru
     assert "port" in failed.errors[0]
     assert str(port) in failed.errors[0]
     assert len(failed.errors) == 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["dataset.ur=x"], "unknown key 'dataset.ur'; did you mean 'uri'?"),
-        # The same way through the same code: one of them is enough where time counts.
-        *(
-            pytest.param([override], message, marks=pytest.mark.slow)
-            for override, message in (
-                ("prompts.0.path=absent.jsonl", "absent.jsonl: no such file"),
-                ("verifier.model=EMPTY", "config.json"),
-                ("verifier.model=WEIGHTLESS", "safetensors"),
-                ("verifier.model=no-such-folder", "no-such-folder"),
-            )
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_an_exit_code(
-    recipe: Recipe, run_job: Run, tiny_verifier: Path, tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "weightless").mkdir()
-    (tmp_path / "weightless" / "config.json").write_bytes((tiny_verifier / "config.json").read_bytes())
-    folders = {"EMPTY": str(tmp_path / "empty"), "WEIGHTLESS": str(tmp_path / "weightless")}
-    overrides = [
-        override.replace(name, folders[name]) for override in overrides for name in folders if name in override
-    ] or overrides
-    failed = run_job("prepare", recipe(), *overrides)
-    assert failed.code == 1, failed.err
-    assert len(failed.errors) == 1
-    assert message in failed.errors[0]
-    assert "Traceback" not in failed.err
-    assert not (tmp_path / "dataset-inputs").exists()
-
-
-@pytest.mark.usefixtures("s3_server")
-@pytest.mark.parametrize(
-    ("uri", "environment", "message"),
-    [
-        pytest.param("s3://absent-bucket/x", {}, "no bucket 'absent-bucket'", marks=pytest.mark.slow),
-        ("s3://statehouse/x", {"AWS_SECRET_ACCESS_KEY": "wrong-secret"}, "refused these credentials"),
-    ],
-)
-def test_a_bucket_that_is_not_there_and_wrong_credentials_are_named(
-    recipe: Recipe, run_job: Run, uri: str, environment: dict[str, str], message: str
-) -> None:
-    failed = run_job("prepare", recipe(dataset={"uri": uri}), **environment)
-    assert failed.code == 1, failed.err
-    assert message in failed.errors[0]
-    assert "wrong-secret" not in failed.err
-
-
-def test_more_replicas_than_the_cluster_can_hold_is_an_error_not_a_wait(
-    recipe: Recipe, prepared: Prepared, run_job: Run
-) -> None:
-    path = prepared(recipe(GIVEN[:5]))
-    failed = run_job("extract", path, "extraction.replica.gpus=8")
-    assert failed.code == 1, failed.err
-    assert "8 GPUs, but the cluster has" in failed.errors[0]
 
 
 @pytest.mark.slow
