@@ -28,6 +28,8 @@ class Kernels:
     join_exponent(p0 [R, V] uint8, p1, offset [V] uint8, out [R, V] uint16): the inverse of split_exponent.
     split_exponent(bits [R, V] uint16, offset [V], p0, p1): (exponent - offset) mod 256, and sign << 7 | mantissa.
     join_bytes / split_bytes(...): high and low byte, without an offset.
+    join_stored(p0 [R, V], frame [n] uint8, first, offset, out): join_exponent, with p1 as it lies in a zstd frame of raw
+    blocks (`codecs.zstd.is_stored`), from byte `first` of the plane on. None where it would not be worth while.
     statistics(bits [R, L, H]) -> (sums of squares of the finite values [L] float64, finite values [L] int64).
     """
 
@@ -37,6 +39,7 @@ class Kernels:
     join_bytes: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
     split_bytes: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
     statistics: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    join_stored: Callable[[np.ndarray, np.ndarray, int, np.ndarray, np.ndarray], None] | None = None
 
 
 @cache
@@ -49,7 +52,13 @@ def kernels() -> Kernels:
             pass
         else:
             return Kernels(
-                True, fast.join_exponent, fast.split_exponent, fast.join_bytes, fast.split_bytes, fast.statistics
+                True,
+                fast.join_exponent,
+                fast.split_exponent,
+                fast.join_bytes,
+                fast.split_bytes,
+                fast.statistics,
+                fast.join_stored,
             )
     return NUMPY
 

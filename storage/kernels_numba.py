@@ -43,6 +43,25 @@ def join_exponent(p0: np.ndarray, p1: np.ndarray, offset: np.ndarray, out: np.nd
             out[row, at] = (exponent << 7) | (rest & 0x7F) | ((rest & 0x80) << 8)
 
 
+@_compile(numba.void(_U8_ROWS, _U8, numba.int64, _U8, _U16_OUT))
+def join_stored(p0: np.ndarray, frame: np.ndarray, first: int, offset: np.ndarray, out: np.ndarray) -> None:
+    values = out.shape[1]
+    for row in range(out.shape[0]):
+        low = 0
+        while low < values:  # up to the end of the row, or of the block of 128 KiB
+            at = first + row * values + low
+            block = at >> 17
+            high = min(values, low + ((block + 1) << 17) - at)
+            begin = 12 + at + 3 * block
+            rests, exponents = frame[begin : begin + high - low], p0[row, low:high]
+            offsets, joined = offset[low:high], out[row, low:high]
+            for k in range(high - low):
+                exponent = np.uint16((exponents[k] + offsets[k]) & 0xFF)
+                rest = np.uint16(rests[k])
+                joined[k] = (exponent << 7) | (rest & 0x7F) | ((rest & 0x80) << 8)
+            low = high
+
+
 @_compile(numba.void(_U16_ROWS, _U8, _U8_OUT, _U8_OUT))
 def split_exponent(bits: np.ndarray, offset: np.ndarray, p0: np.ndarray, p1: np.ndarray) -> None:
     for row in range(bits.shape[0]):

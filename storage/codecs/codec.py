@@ -7,6 +7,7 @@ does to its bytes is a stock Zarr v3 codec named in `zarr_codecs`, so that a str
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,22 @@ class Codec(ABC):
     @abstractmethod
     def decompress_into(self, data: memoryview, plane: np.ndarray) -> None:
         """The same into a contiguous uint8 chunk, which may be reused: fresh pages cost .3 s/GB."""
+
+    def decode(
+        self,
+        chunks: Iterator[memoryview],
+        rows: slice,
+        offset_LH: np.ndarray | None,
+        scratch_2CLH: np.ndarray,
+        out_TLH: np.ndarray,
+    ) -> None:
+        """The bytes of plane 0 and of plane 1 of a chunk -> `rows` of its tokens, uint16 [T, L, H]. Raises ValueError.
+
+        scratch_2CLH: uint8 memory for the planes of all its tokens.
+        """
+        for data, plane in zip(chunks, scratch_2CLH, strict=True):
+            self.decompress_into(data, plane)
+        self.join(scratch_2CLH[:, rows], offset_LH, out_TLH)
 
     def calibrate(self, bits_TLH: np.ndarray) -> np.ndarray | None:
         """Exponent offsets uint8 [L, H] from a sample of states, or None where the codec needs none."""

@@ -7,12 +7,13 @@ its entropy. Measured on SmolLM2: 1.497x of at most 1.512x, against 1.24x for gz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from storage.codecs.codec import Codec
-from storage.codecs.zstd import ZSTD_CHAIN, compress_plane, zstd_decompress, zstd_decompress_into
+from storage.codecs.zstd import ZSTD_CHAIN, compress_plane, is_stored, zstd_decompress, zstd_decompress_into
 from storage.kernels import kernels
 
 
@@ -50,6 +51,26 @@ class Lossless(Codec):
             offset_LH.reshape(values),
             out_TLH.reshape(rows, values),
         )
+
+    def decode(
+        self,
+        chunks: Iterator[memoryview],
+        rows: slice,
+        offset_LH: np.ndarray | None,
+        scratch_2CLH: np.ndarray,
+        out_TLH: np.ndarray,
+    ) -> None:
+        self.decompress_into(next(chunks), scratch_2CLH[0])
+        rest, join = next(chunks), kernels().join_stored
+        if join is None or offset_LH is None or not is_stored(rest, scratch_2CLH[1].nbytes):
+            self.decompress_into(rest, scratch_2CLH[1])
+            self.join(scratch_2CLH[:, rows], offset_LH, out_TLH)
+            return
+        # Signs and mantissas are stored as they are: joined from where they lie, they are copied once less (.03 s/GB).
+        count, values = len(out_TLH), offset_LH.size
+        exponents = scratch_2CLH[0, rows].reshape(count, values)
+        first = rows.start * values
+        join(exponents, np.frombuffer(rest, np.uint8), first, offset_LH.reshape(values), out_TLH.reshape(count, values))
 
     def compress(self, plane: np.ndarray) -> bytes:
         return compress_plane(plane)

@@ -28,6 +28,7 @@ _LOOK_BYTES, _SAMPLE, _RANDOM_BITS = 1 << 16, 4096, 7.83
 # Below this, Huffman's whole bit for every byte is too much, and matches pay (the scales of fp8).
 _REPEATING_BITS = 1.0
 _BLOCK = 1 << 17
+_STORED_MAGIC = b"\x28\xb5\x2f\xfd\xa0"
 
 
 def zstd_compress(data: bytes | memoryview | np.ndarray) -> bytes:
@@ -72,12 +73,24 @@ def _entropy(sample: np.ndarray) -> float:
 
 def _stored(plain: np.ndarray) -> bytes:
     """A zstd frame of raw blocks (RFC 8878, 3.1.1): one segment, content size in 4 bytes, blocks of 128 KiB."""
-    parts: list[bytes | memoryview] = [b"\x28\xb5\x2f\xfd\xa0" + len(plain).to_bytes(4, "little")]
+    parts: list[bytes | memoryview] = [_STORED_MAGIC + len(plain).to_bytes(4, "little")]
     for low in range(0, len(plain), _BLOCK):
         block = plain[low : low + _BLOCK]
         last = low + _BLOCK >= len(plain)
         parts += [(last | len(block) << 3).to_bytes(3, "little"), block.data]
     return b"".join(parts)
+
+
+def is_stored(data: memoryview, size: int) -> bool:
+    """Whether this is a frame of raw blocks as `compress_plane` writes it, and whole, so that byte i of the plane lies at
+    12 + i + 3 * (i >> 17) and can be used where it is.
+    """
+    blocks = -(-size // _BLOCK)
+    if len(data) != 9 + 3 * blocks + size or data[:9] != _STORED_MAGIC + size.to_bytes(4, "little"):
+        return False
+    heads = (int.from_bytes(data[at : at + 3], "little") for at in range(9, len(data), 3 + _BLOCK))
+    left = size - _BLOCK * (blocks - 1)
+    return all(head == (1 | left << 3 if at + 1 == blocks else _BLOCK << 3) for at, head in enumerate(heads))
 
 
 def _decompressor(data: bytes | memoryview, size: int) -> zstandard.ZstdDecompressor:

@@ -13,7 +13,7 @@ from tiny import planned, sequences, unit_states
 from storage.codecs import CODECS, codec_by_name
 from storage.codecs.bitround import round_mantissa
 from storage.codecs.fp8 import BLOCK
-from storage.codecs.zstd import compress_plane, zstd_compress, zstd_decompress, zstd_decompress_into
+from storage.codecs.zstd import compress_plane, is_stored, zstd_compress, zstd_decompress, zstd_decompress_into
 from storage.config import DatasetConfig
 from storage.errors import StatehouseError
 from storage.kernels import NUMPY, kernels
@@ -230,6 +230,35 @@ def test_planes_are_coded_by_what_they_are() -> None:
         zstd_decompress_into(frame, into)
         assert (into == plane.ravel()).all()
         assert low <= len(frame) / plane.size <= high
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 40_000)),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    seed=st.integers(0, 99),
+)
+def test_planes_that_are_stored_raw_are_joined_where_they_lie_to_the_same_bits(
+    shape: tuple[int, int, int], cut: tuple[float, float], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    codec = codec_by_name("lossless")
+    bits = random.integers(0, 1 << 16, shape).astype(np.uint16)  # signs and mantissas without any order
+    offset = random.integers(0, 256, shape[1:]).astype(np.uint8)
+    planes = codec.split(bits, offset)
+    exponents, rest = (memoryview(codec.compress(plane)) for plane in planes)
+    assert is_stored(rest, planes[1].nbytes) == (planes[1].nbytes >= 1 << 16)
+    low, high = sorted(round(share * shape[0]) for share in cut)
+    out = np.zeros((high - low, *shape[1:]), np.uint16)
+    codec.decode(iter((exponents, rest)), slice(low, high), offset, np.empty_like(planes), out)
+    assert (out == bits[low:high]).all()
+    if planes[1].nbytes >= 1 << 16:
+        for damaged in (rest[:-1], bytes(rest[:9]) + b"\xff" + bytes(rest[10:])):
+            assert not is_stored(memoryview(damaged), planes[1].nbytes)
+            with pytest.raises(ValueError, match="zstd"):
+                codec.decode(
+                    iter((exponents, memoryview(damaged))), slice(low, high), offset, np.empty_like(planes), out
+                )
 
 
 @settings(deadline=None)
