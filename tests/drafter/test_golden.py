@@ -91,7 +91,7 @@ def test_the_loss_of_every_step_is_specforges_by_its_convention(name: str) -> No
     torch.testing.assert_close(ours.cross_entropy / golden.lengths[0], theirs, **CLOSE)
 
 
-# Not of packed sequences: there a late step's last rows learn from the sequence behind, which ours never do.
+# Not of packed sequences: those differ, presumably since a late step's last rows learn from the sequence behind there.
 @pytest.mark.parametrize("name", [*SPECFORGE, "fc_norm"])
 def test_the_loss_of_every_step_is_speculators_by_its_convention(name: str) -> None:
     golden = Golden(name)
