@@ -46,6 +46,14 @@ THREADS = 8
 _IDLE_BYTES = 512 << 20
 
 
+def _no_teacher() -> TeacherSummary | None:
+    return None
+
+
+def _given(teacher: TeacherSummary | None) -> TeacherSummary | None:
+    return teacher
+
+
 @dataclass(frozen=True, eq=False)
 class States:
     """One sequence as it was extracted.
@@ -60,7 +68,12 @@ class States:
     token_ids: np.ndarray
     loss_mask: np.ndarray
     hidden: np.ndarray
-    read_teacher: Callable[[], TeacherSummary | None] = field(default=lambda: None, repr=False)
+    read_teacher: Callable[[], TeacherSummary | None] = field(default=_no_teacher, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent elsewhere, it takes its summary along: there it would open the dataset anew."""
+        teacher = functools.partial(_given, self.teacher)
+        return States, (self.id, self.source, self.group, self.token_ids, self.loss_mask, self.hidden, teacher)
 
     @cached_property
     def teacher(self) -> TeacherSummary | None:

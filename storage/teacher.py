@@ -36,8 +36,8 @@ NONE = "none"
 FOLDER = "teacher/"
 # Above, the logits of a token weigh more than its states.
 MOST_TOPK = 1024
-# Shards whose arrays are kept: 64 KiB each at S = 8,192 without top-k.
-_KEPT_SHARDS = 128
+# Arrays of shards that are kept: 64 KiB each at S = 8,192 without top-k, 34 MB with 64 of them at S = 65,536.
+_KEPT_BYTES = 128 << 20
 
 
 class TeacherObject(BaseModel):
@@ -170,12 +170,12 @@ def write_teacher(
     summary: TeacherSummary,
     shard_tokens: int,
     shard_is_there: Callable[[], bool],
-) -> dict[str, TeacherObject]:
-    """PUTs the rows of one shard and returns what its receipt must say; those that are there already are adopted.
+) -> tuple[dict[str, TeacherObject], dict[str, bytes]]:
+    """PUTs the rows of one shard; those that are there already are adopted. Returns what its receipt must say, and bytes.
 
     What cannot be adopted is replaced, unless the shard is there by now: its receipt names them. Raises StoreError.
     """
-    objects = {}
+    objects, stored = {}, {}
     for name, values in summary.arrays().items():
         key = teacher_key(name, shard)
         whole = blank(teacher, shard_tokens)
@@ -189,17 +189,36 @@ def write_teacher(
                 data = there
             else:
                 store.put(key, data)
-        objects[key] = TeacherObject(bytes=len(data), sha256=digest(data))
-    return objects
+        objects[key], stored[key] = TeacherObject(bytes=len(data), sha256=digest(data)), data
+    return objects, stored
+
+
+def restore_teacher(store: ObjectStore, objects: Mapping[str, TeacherObject], stored: Mapping[str, bytes]) -> None:
+    """Puts back what another writer replaced before the shard that names these objects was there. Raises StoreError."""
+    for key, named in objects.items():
+        try:
+            same = digest(store.get(key)) == named.sha256
+        except ObjectMissing:
+            same = False
+        if not same:
+            store.put(key, stored[key])
 
 
 def _adoptable(data: bytes, values: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether an object holds a number wherever we have one. Another machine's may differ in the last bit."""
+    """Whether an object holds a number wherever we have one, and much the same ones: another machine's differ in the last
+    bits, and now and then in a likeliest id, while another shard's agree nowhere.
+    """
     try:
         there = decode_chunk(data, values.dtype, shape)
     except ValueError:
         return False
-    return bool((_known(there)[: len(values)] >= _known(values)).all()) and not _known(there)[len(values) :].any()
+    known, rows = _known(values), len(values)
+    if not (_known(there)[:rows] >= known).all() or _known(there)[rows:].any():
+        return False
+    ours, theirs, both = (one if one.ndim == 1 else one[:, 0] for one in (values, there[:rows], known))
+    ours, theirs = ours[both], theirs[both]
+    near = ours == theirs if ours.dtype.kind == "i" else np.abs(ours - theirs) <= 1
+    return not len(near) or bool(near.mean() > 0.5)
 
 
 def _known(values: np.ndarray) -> np.ndarray:
@@ -230,6 +249,7 @@ class TeacherReader:
     ) -> None:
         self.store, self.teacher, self.shard_tokens, self._receipt = store, teacher, shard_tokens, receipt
         self._kept: OrderedDict[int, TeacherSummary] = OrderedDict()
+        self._most = max(1, _KEPT_BYTES // max(1, bytes_per_token(teacher) * shard_tokens))
         self._lock = Lock()
 
     def read(self, start: int, length: int) -> TeacherSummary | None:
@@ -240,7 +260,7 @@ class TeacherReader:
         for shard in range(start // size, (start + length - 1) // size + 1):
             low = shard * size
             parts.append(self.shard(shard)[max(0, start - low) : start + length - low])
-        return parts[0] if len(parts) == 1 else join(parts)
+        return join(parts)  # a copy: a view would keep a whole shard alive
 
     def shard(self, shard: int) -> TeacherSummary:
         """All S rows of one shard, fill behind its last token."""
@@ -253,7 +273,7 @@ class TeacherReader:
         summary = TeacherSummary(**arrays)
         with self._lock:
             self._kept[shard] = summary
-            while len(self._kept) > _KEPT_SHARDS:
+            while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         return summary
 

@@ -22,7 +22,7 @@ from storage.objects import ObjectMissing, ObjectStore, open_store
 from storage.plan import Plan
 from storage.receipt import Receipt, SelfCheck
 from storage.shard import Footer, ShardIdentity, read_footer
-from storage.teacher import TeacherSummary, check_summary, write_teacher
+from storage.teacher import TeacherObject, TeacherSummary, check_summary, restore_teacher, write_teacher
 
 
 def shard_identity(plan: Plan) -> ShardIdentity:
@@ -144,12 +144,14 @@ class ShardWriter:
         run = self._run(shard, len(bits_TLH))
         for one, low, high in reversed(run):
             last = one == run[-1][0]
-            objects = None
+            objects: dict[str, TeacherObject] | None = None
+            stored: dict[str, bytes] = {}
             if teacher is not None:
                 there = partial(self.store.exists, layout.shard_key(one))
                 size = self.identity.geometry.shard_tokens
                 with stage("upload"):
-                    objects = write_teacher(self.store, self.identity.teacher, one, teacher[low:high], size, there)
+                    rows = teacher[low:high]
+                    objects, stored = write_teacher(self.store, self.identity.teacher, one, rows, size, there)
             with stage("encode"):
                 data, receipt = encode_shard_view(
                     bits_TLH[low:high],
@@ -165,6 +167,8 @@ class ShardWriter:
                 )
             with stage("upload"):
                 written.append(self._put(one, data, receipt))
+                if objects and written[-1].created:
+                    restore_teacher(self.store, objects, stored)
         return Written(written[0].receipt, all(one.created for one in written))
 
     def _put(self, shard: int, data: memoryview, receipt: Receipt) -> Written:

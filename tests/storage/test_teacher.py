@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,7 @@ from storage.plan import Plan, WorkUnit, make_plan
 from storage.repair import damaged_shards, settle
 from storage.reuse import Sources, fill_reusable, find_reusable
 from storage.seal import Seal, load_seals, seal_dataset
-from storage.teacher import TeacherSummary, blank, join, parse_teacher, teacher_keys, topk_of
+from storage.teacher import TeacherSummary, blank, join, parse_teacher, teacher_keys, topk_of, write_teacher
 from storage.verify import verify
 from storage.writer import ShardWriter
 
@@ -153,6 +156,49 @@ def test_what_a_cut_off_writer_left_is_adopted_or_replaced_but_never_under_a_sha
     assert store.get(third) == b"junk"
     with pytest.raises(ShardCorrupt, match=third):
         seal_dataset(store, plan)
+
+
+def test_what_another_shard_said_is_not_adopted(tmp_path: Path) -> None:
+    plan, store = planned(str(tmp_path), "argmax"), LocalStore(tmp_path)
+    fill(str(tmp_path), plan)
+    keys = teacher_keys("argmax", 1)
+    good = {key: store.get(key) for key in keys}
+    for key, other in zip(keys, teacher_keys("argmax", 2), strict=True):
+        store.put(key, store.get(other))
+    store.delete(layout.shard_key(1))
+    fill(str(tmp_path), plan)
+    assert {key: store.get(key) for key in keys} == good
+
+
+def test_the_writer_whose_shard_counts_puts_its_summary_back(tmp_path: Path) -> None:
+    """Another one, which knows more rows, replaces it while the first still encodes."""
+    plan, store = planned(str(tmp_path), "argmax"), LocalStore(tmp_path)
+    unit = next(plan.units())
+    bits, whole, unknown = unit_states(plan, unit), unit_summary(plan, unit), blank("argmax", 5)
+    assert unknown is not None
+    first, second = ShardWriter.from_uri(str(tmp_path)), ShardWriter.from_uri(str(tmp_path))
+    first.calibrate(bits)
+
+    @contextlib.contextmanager
+    def overtaken(stage: str) -> Iterator[None]:
+        if stage == "encode":
+            size = plan.geometry.shard_tokens
+            write_teacher(second.store, "argmax", unit.shard, whole, size, lambda: False)
+        yield
+
+    written = first.write(unit.shard, bits, len(unit.rows), teacher=join([unknown, whole[5:]]), stage=overtaken)
+    assert written.created
+    fill(str(tmp_path), plan)
+    seal_dataset(store, plan)
+    assert verify(store, full=True).ok
+
+
+def test_states_take_their_summary_along(tmp_path: Path) -> None:
+    sealed(str(tmp_path), "argmax")
+    states = open_dataset(str(tmp_path)).read(3)
+    moved = pickle.loads(pickle.dumps(states))
+    assert (moved.argmax == states.argmax).all()
+    assert (moved.hidden.view(np.uint16) == states.hidden.view(np.uint16)).all()
 
 
 def test_rows_that_were_not_known_before_are_filled_in(tmp_path: Path) -> None:
