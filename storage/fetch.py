@@ -36,6 +36,8 @@ _INDEX_CACHE_BYTES = 256 * 1024 * 1024
 _RECEIPT_BYTES = 8192
 # Damage in transit is not damage in the store: a part that fails its checks is fetched once more.
 _TRIES = 2
+# A repair replaces a shard once; web servers behind one name may each give a tag of their own.
+_REPLACED = 5
 
 
 @dataclass
@@ -185,13 +187,16 @@ class ShardReader:
         A repair may replace a shard while it is read. Chunks of equal sizes lie at equal places in both objects and are
         whole in both, so nothing but the object's tag tells them apart. Raises ShardCorrupt when the new one holds others.
         """
-        try:
-            return self.store.get_view(key, part.start, part.length, footer.tag)
-        except ObjectChanged:
-            with self._lock:
-                if (cached := self._footers.get(shard)) is not None and cached.tag == footer.tag:
-                    del self._footers[shard]
-        return self.store.get_view(key, part.start, part.length, self.footer(shard).tag)
+        tag = footer.tag
+        for _ in range(_REPLACED):
+            try:
+                return self.store.get_view(key, part.start, part.length, tag)
+            except ObjectChanged:
+                with self._lock:
+                    if (cached := self._footers.get(shard)) is not None and cached.tag == tag:
+                        del self._footers[shard]
+                tag = self.footer(shard).tag
+        raise corrupt(self._where(shard), "replaced again and again while it was read; read it again")
 
 
 def twice(action: Callable[[], Result]) -> Result:

@@ -5,6 +5,8 @@ Create-only PUTs are what writing rests on, and fsspec has none that hold everyw
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
@@ -29,6 +31,9 @@ class FsspecStore(ObjectStore):
         except Exception as error:  # a connection that fails, of whatever library
             raise StoreError(f"{uri}: cannot be opened: {_line(error)}; check the URI and its server") from None
         self._fs: Any = fs
+        # Those that are not made for it share one file or connection between threads (tar://, ftp://).
+        self._one: Any = contextlib.nullcontext() if getattr(fs, "async_impl", False) else threading.RLock()
+        fs.invalidate_cache()  # fsspec hands out the same object again, with the lists of before
         self._root = str(root).rstrip("/")
 
     def _path(self, key: str) -> str:
@@ -37,7 +42,8 @@ class FsspecStore(ObjectStore):
     def _do(self, key: str, request: Callable[[str], Result]) -> Result:
         where = f"{self.uri}/{key}" if key else self.uri
         try:
-            return request(self._path(key))
+            with self._one:
+                return request(self._path(key))
         except (FileNotFoundError, IsADirectoryError, KeyError):  # KeyError: no such member of an archive
             raise ObjectMissing(f"{where}: no such object") from None
         except StoreError:

@@ -17,6 +17,7 @@ from functools import cache
 
 import numpy as np
 
+from storage.codecs.codec import Codec
 from storage.codecs.lossless import Lossless
 
 BLOCK = 32
@@ -60,6 +61,8 @@ class Fp8(Lossless):
     fill_value = 255  # code 255 is NaN
     lossy = True
     typical_ratio = 2.4
+
+    decode = Codec.decode  # its plane 1 holds no mantissas, wherever it lies
 
     def split(
         self, bits_TLH: np.ndarray, offset_LH: np.ndarray | None, out_2TLH: np.ndarray | None = None

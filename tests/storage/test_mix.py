@@ -72,7 +72,9 @@ def test_a_stream_reads_ahead_across_the_datasets(
     stream = mixture.stream(order, ahead=6)
     for at, states in enumerate(stream):
         assert states.id == mixture.sequences["id"][order[at]].as_py()
-        time.sleep(0.005)
+        deadline = time.monotonic() + 30
+        while len(begun) < min(60, at + 3) and time.monotonic() < deadline:
+            time.sleep(0.002)
         assert len(begun) >= min(60, at + 3)
         if at == 30:
             break
