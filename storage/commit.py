@@ -6,6 +6,7 @@ Nothing is ever changed afterwards, so there is no lock.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -225,16 +226,22 @@ class _Objects:
         self.digests: dict[str, ObjectDigest] = {}
 
     def __enter__(self) -> _Objects:
-        for key, data in layout.plan_objects(self._plan, self._sequences):
-            self.digests[key] = ObjectDigest(bytes=len(data), sha256=digest(data))
-            if self._scratch is not None:
-                self._at[key] = self._scratch.tell()
-                self._scratch.write(data)
+        try:
+            for key, data in layout.plan_objects(self._plan, self._sequences):
+                self.digests[key] = ObjectDigest(bytes=len(data), sha256=digest(data))
+                if self._scratch is not None and not isinstance(self._sequences, pa.Table):
+                    self._at[key] = self._scratch.tell()
+                    with self._sequences.spool.writing():
+                        self._scratch.write(data)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._scratch is not None:
-            self._scratch.close()
+            with contextlib.suppress(OSError):  # it writes what is left, and the disk may be full
+                self._scratch.close()
 
     def again(self, keys: set[str]) -> Iterator[tuple[str, bytes]]:
         """Those of `keys`, one at a time."""

@@ -65,5 +65,5 @@ def holds(data: bytes, table: pa.Table) -> bool:
     """Whether bytes are a Parquet file of this very table."""
     try:
         return bool(pq.read_table(pa.BufferReader(data)).equals(table))
-    except pa.ArrowException:
+    except (pa.ArrowException, OSError):  # OSError: what pyarrow calls a damaged file
         return False

@@ -11,9 +11,11 @@ sources, groups and places (about 150 bytes a sequence) and one batch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,7 +56,8 @@ class SequenceSpool:
 
     def close(self) -> None:
         """Removes the temporary folder."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # it writes what is left, and the disk may be full
+            self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, sequence: Sequence) -> str:
@@ -125,18 +128,25 @@ class SequenceSpool:
                 self._write(part)
 
     def _write(self, part: np.ndarray) -> None:
-        try:
+        with self.writing():
             self._file.write(part.data)
+        self._bytes += part.nbytes
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around writes into the folder: a disk that is full is one StatehouseError."""
+        try:
+            yield
         except OSError as error:
             raise StatehouseError(
                 f"{self._folder}: {error.strerror}; sequences wait there until they are planned: free some space or set TMPDIR"
             ) from None
-        self._bytes += part.nbytes
 
     def finish(self) -> SpooledSequences:
         """What was added, ordered by id; of equal contents the first by (source, group) stays. The spool must stay open."""
         self._flush()
-        self._file.flush()
+        with self.writing():
+            self._file.flush()
         if not self._rows:
             return SpooledSequences(self, _NOTHING)
         table = pa.concat_tables(self._rows).sort_by([(name, "ascending") for name in ("id", "source", "group")])
