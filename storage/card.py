@@ -110,6 +110,7 @@ def card_html(dataset: Dataset, stats: Stats) -> str:
             ["fingerprint", seal.fingerprint],
             ["plan", seal.plan_hash],
             ["shards", f"{geometry.shards:,} of {geometry.shard_tokens:,} tokens, chunks of {geometry.chunk_tokens:,}"],
+            ["teacher summary", seal.teacher],
             ["not finite", f"{stats.non_finite:,} values"],
             ["quarantined", f"{stats.quarantined:,} sequences"],
             ["sealed", f"{seal.sealed_at} by {_pairs(seal.written_by)}"],

@@ -110,6 +110,7 @@ def _info(args: argparse.Namespace, console: Console) -> Outcome:
         "shards": f"{plan.geometry.shards:,} of {plan.geometry.shard_tokens:,} tokens, "
         f"in chunks of {plan.geometry.chunk_tokens}",
         "codec": plan.codec,
+        "teacher summary": plan.teacher,
         "plan": plan.plan_hash[:16],
     }
     if seal:
