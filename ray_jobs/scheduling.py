@@ -338,7 +338,7 @@ class Scheduler:
         root, again = task.root, by in task.root.bad
         task.attempts += 1
         root.bad[by] = {**root.bad.get(by, {}), **outcome.bad}
-        everywhere = set.intersection(*(set(rows) for rows in root.bad.values()))
+        everywhere = set.intersection(set(outcome.bad), *(set(rows) for rows in root.bad.values()))
         last = task.attempts >= self.policies.max_attempts
         if outcome.certain or (last and everywhere):
             self._forget(task)

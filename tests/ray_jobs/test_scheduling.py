@@ -282,6 +282,18 @@ def test_rows_that_are_nan_on_one_replica_only_cost_that_replica() -> None:
     assert {(kill.slot, kill.generation) for kill in world.kills} == {(0, 1)}
 
 
+def test_a_row_that_came_back_finite_the_last_time_is_not_quarantined() -> None:
+    lacks = iter([{1: "NaN"}, {1: "NaN"}, {0: "NaN"}])  # on two replicas in turn: no row is bad everywhere and last
+    says: Say = lambda call, now: (1.0, Outcome("stored", next(lacks, {})))  # noqa: E731
+    world = World(Scheduler(units_of(1, 2), 2, Policies(quarantine_limit=2)), says)
+    world.scheduler.adopt(0, 1)
+    world.scheduler.adopt(1, 1)
+    world.run()
+    assert world.failed is None
+    assert world.done == Counter([0])
+    assert not world.scheduler.quarantined
+
+
 def test_what_is_certain_is_quarantined_at_once() -> None:
     def says(call: Call, now: float) -> tuple[float, object]:
         bad = {1: "too long"} if isinstance(call.argument, Unit) and 1 in call.argument.suspects() else {}
