@@ -56,6 +56,8 @@ class Policies:
     max_attempts: int = 3
     # Seconds after which a call counts as hung.
     unit_timeout_s: float = 3600.0
+    # Seconds that a unit waits for a second replica to start, for its self-check; then it is done without.
+    start_patience_s: float = 900.0
     # Quarantined sequences that are one too many; None: whatever cannot be done is an error at once.
     quarantine_limit: int | None = None
     # Calls that fail one after the other, with none that succeeds between them, before the engine is blamed and not the

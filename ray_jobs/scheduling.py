@@ -43,6 +43,7 @@ class Slot:
     generation: int = 0
     failed_starts: int = 0
     until: float = 0.0
+    began: float = 0.0  # of the start
     running: dict[int, float] = field(default_factory=dict)  # task -> when it was handed out
 
 
@@ -200,6 +201,7 @@ class Scheduler:
         for slot in self.slots:
             if slot.phase is Phase.IDLE and up < wanted:
                 slot.phase, slot.generation, up = Phase.STARTING, slot.generation + 1, up + 1
+                slot.began = self._now
                 self._actions.append(Start(slot.number, slot.generation))
 
     def _hand_out(self) -> None:
@@ -223,10 +225,15 @@ class Scheduler:
         return len(slot.running) < self.policies.in_flight and not alone
 
     def _may_wait_for_another(self, task: Task) -> bool:
-        """Whether a slot that the task does not avoid is up, and will have room; a self-check waits for one to start, too."""
+        """Whether a slot that the task does not avoid is up, and will have room; a self-check waits for one to start, too,
+        but not for ever: a lost node's replica may never be placed."""
         checked = task.kind == "unit" and task.root.reference is not None
-        up = (Phase.READY, Phase.STARTING) if checked else (Phase.READY,)
-        return any(slot.phase in up and slot.number != task.avoid for slot in self.slots)
+        recent = self._now - self.policies.start_patience_s
+
+        def comes(slot: Slot) -> bool:
+            return slot.phase is Phase.READY or (checked and slot.phase is Phase.STARTING and slot.began > recent)
+
+        return any(comes(slot) and slot.number != task.avoid for slot in self.slots)
 
     def _call(self, task: Task, slot: Slot) -> None:
         self.waiting.pop(task.number, None)

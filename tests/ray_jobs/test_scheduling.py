@@ -323,6 +323,15 @@ def test_a_checked_unit_runs_on_another_replica_than_its_reference_and_gets_it()
     assert alone.done == Counter(range(6))
 
 
+def test_checked_units_do_not_wait_for_ever_for_a_replica_that_is_never_placed() -> None:
+    units = [replace(unit, check=(1,)) for unit in units_of(4, 2)]
+    world = World(Scheduler(units, 2), lambda call, now: (1.0, Outcome(("reference", call.slot))))
+    world.start_of = {1: float("inf")}
+    world.run(until=3000)
+    assert world.done == Counter(range(4))
+    assert 900 < world.now < 1000
+
+
 def test_a_reference_that_fails_does_not_hold_up_its_unit() -> None:
     def says(call: Call, now: float) -> tuple[float, object]:
         return 1.0, "crash" if call.kind == "reference" else Outcome("stored")
