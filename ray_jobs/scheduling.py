@@ -138,6 +138,15 @@ class Scheduler:
         if one.generation == generation and task in one.running:
             self._replace(one, reason, (task,))
 
+    def lost(self, slot: int, generation: int, task: int) -> None:
+        """The reference states that a call was given went with their node: its unit goes on without, no replica is to blame."""
+        found = self.tasks.get(task)
+        if self._end(slot, generation, task) is not None and found is not None:
+            found.root.reference = None
+            self.retries += 1
+            if not found.running:
+                self._urgent(found)
+
     def death(self, slot: int, generation: int, reason: str) -> None:
         one = self.slots[slot]
         if one.generation == generation and one.phase in (Phase.STARTING, Phase.READY):
@@ -308,6 +317,7 @@ class Scheduler:
         elif task.kind == "unit" and task.attempts >= most:
             self._isolate(task, reason)
         else:
+            root.reference = None  # fetching it may be what failed, and the check is not worth the unit
             self._urgent(task)
 
     def _isolate(self, task: Task, reason: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ray_jobs import job
@@ -50,13 +50,14 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """What a Ray reference stands for."""
+    """What a Ray reference stands for. checked: the call was given another replica's states, which may be lost."""
 
     slot: int
     generation: int
     kind: str
     task: int = 0
     value: Any = None
+    checked: bool = False
 
 
 class Supervisor:
@@ -205,6 +206,7 @@ class Supervisor:
             waiting = _Waiting(call.slot, call.generation, call.kind, call.task, value)
         elif call.reference is not None:
             reference = getattr(actor, method).remote(call.argument, call.reference)
+            waiting = replace(waiting, checked=True)
         else:
             reference = getattr(actor, method).remote(call.argument)
         self._waiting[reference] = waiting
@@ -232,7 +234,10 @@ class Supervisor:
             if isinstance(error.cause, StatehouseError) and not isinstance(error.cause, ReplicaFailed):
                 raise error.cause from None
             reason = str(error.cause or error)
-            if current and about.kind not in ("start", "health"):
+            if current and about.checked and isinstance(error.cause, ray.exceptions.ObjectLostError):
+                job.log.warning("self-check left out reason=%s", _first(reason))
+                scheduler.lost(about.slot, about.generation, about.task)
+            elif current and about.kind not in ("start", "health"):
                 scheduler.failure(about.slot, about.generation, about.task, reason)
             elif current:
                 scheduler.death(about.slot, about.generation, reason)

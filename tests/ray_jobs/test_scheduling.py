@@ -99,6 +99,8 @@ class World:
                 self.later(seconds, lambda: one.death(action.slot, action.generation, "crashed"))
             elif what == "fail":
                 self.later(seconds, lambda: one.failure(action.slot, action.generation, action.task, "failed"))
+            elif what == "lost":
+                self.later(seconds, lambda: one.lost(action.slot, action.generation, action.task))
             elif what != "hang":
                 assert isinstance(what, Outcome)
                 self.later(seconds, lambda: one.result(action.slot, action.generation, action.task, what))
@@ -330,6 +332,21 @@ def test_checked_units_do_not_wait_for_ever_for_a_replica_that_is_never_placed()
     world.run(until=3000)
     assert world.done == Counter(range(4))
     assert 900 < world.now < 1000
+
+
+@pytest.mark.parametrize("said", ["lost", "fail"])
+def test_a_unit_whose_reference_states_are_lost_goes_on_without_them(said: str) -> None:
+    """Each call that is given them fails: as that very loss, or as something that looks like a failure of the replica."""
+
+    def says(call: Call, now: float) -> tuple[float, object]:
+        return 1.0, said if call.reference is not None else Outcome(("reference", call.slot))
+
+    units = [replace(unit, check=(1,)) for unit in units_of(4, 2)]
+    world = World(Scheduler(units, 2, Policies(quarantine_limit=0)), says).run()
+    assert world.failed is None
+    assert world.done == Counter(range(4))
+    assert sum(call.reference is not None for call in world.calls) <= 4
+    assert bool(world.kills) == (said == "fail")
 
 
 def test_a_reference_that_fails_does_not_hold_up_its_unit() -> None:
