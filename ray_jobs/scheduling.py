@@ -122,6 +122,7 @@ class Scheduler:
         if found.kind == "reference":
             root.reference, root.referee = outcome.value, slot
             self._add(root, "unit", avoid=slot)
+            self.waiting.move_to_end(self._numbers, last=False)  # next: until it ran, the states take up memory
         elif found.kind == "probe":
             self._probe_over(root)  # it lives; rows without a finite number show when the unit runs
         else:

@@ -325,6 +325,21 @@ def test_a_checked_unit_runs_on_another_replica_than_its_reference_and_gets_it()
     assert alone.done == Counter(range(6))
 
 
+def test_reference_states_are_used_soon_after_they_are_made() -> None:
+    units = [replace(unit, check=(1,)) for unit in units_of(100, 2)]
+    held = most = 0
+
+    def says(call: Call, now: float) -> tuple[float, object]:
+        nonlocal held, most
+        held += 1 if call.kind == "reference" else -1
+        most = max(most, held)
+        return 1.0, Outcome("states")
+
+    world = World(Scheduler(units, 2), says).run()
+    assert world.done == Counter(range(100))
+    assert most <= 8  # two in flight on each of two replicas, and those that wait for the other replica
+
+
 def test_checked_units_do_not_wait_for_ever_for_a_replica_that_is_never_placed() -> None:
     units = [replace(unit, check=(1,)) for unit in units_of(4, 2)]
     world = World(Scheduler(units, 2), lambda call, now: (1.0, Outcome(("reference", call.slot))))
