@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_jobs.policies import Call, Done, Kill, Outcome, Policies, Restart, Start, Straggler
-from ray_jobs.scheduling import Phase, Scheduler
+from ray_jobs.scheduling import Scheduler
+from ray_jobs.slots import Phase
 
 
 @dataclass(frozen=True)
