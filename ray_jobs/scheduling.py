@@ -305,7 +305,8 @@ class Scheduler:
 
     def _bad_rows(self, task: Task, by: tuple[int, int], outcome: Outcome) -> None:
         """Rows without a finite number: once more elsewhere, at last on a fresh replica. Those are quarantined that no
-        replica could give; one that lacked more than those is not trusted any more."""
+        replica could give; one that lacked more than those is not trusted any more. Where no row lacks each time, it is the
+        engine, and the job ends."""
         root, again = task.root, by in task.root.bad
         task.attempts += 1
         root.bad[by] = {**root.bad.get(by, {}), **outcome.bad}
@@ -319,6 +320,12 @@ class Scheduler:
                 self._poison(root, row, reason)
             self._requeue(root)
             return
+        if task.attempts >= 4 * self.policies.max_attempts:
+            self._failed = self._failed or (
+                f"a work unit came back {task.attempts} times with states that are not finite, each time others, so it is the "
+                f"engine and not a prompt; what is stored stays, run the same command again once the cause is gone; the last "
+                f"one: {next(iter(outcome.bad.values()))}"
+            )
         self.retries += 1
         task.avoid = by[0]
         if not task.running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -283,6 +284,19 @@ def test_rows_that_are_nan_on_one_replica_only_cost_that_replica() -> None:
     assert world.done == Counter(range(6))
     assert not world.scheduler.quarantined
     assert {(kill.slot, kill.generation) for kill in world.kills} == {(0, 1)}
+
+
+def test_an_engine_whose_rows_are_nan_at_random_ends_the_job() -> None:
+    rows = itertools.cycle([3, 0, 2, 1])
+    world = World(
+        Scheduler(units_of(2, 4), 2, Policies(quarantine_limit=8)),
+        lambda call, now: (1.0, Outcome("stored", {next(rows): "row with NaN"})),
+    ).run()
+    assert world.failed is not None
+    assert "so it is the engine and not a prompt" in world.failed
+    assert "row with NaN" in world.failed
+    assert len(world.calls) <= 24
+    assert not world.scheduler.quarantined
 
 
 def test_a_row_that_came_back_finite_the_last_time_is_not_quarantined() -> None:
