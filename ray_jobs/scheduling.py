@@ -73,7 +73,7 @@ class Scheduler:
         self._forget(found)
         self._fruitless = 0
         if found.kind == "reference":
-            root.reference, root.referee = outcome.value, slot
+            root.reference, root.referee = outcome.value, (slot, generation)
             self._add(root, "unit", avoid=slot)
             self.waiting.move_to_end(self._numbers, last=False)  # next: until it ran, the states take up memory
         elif found.kind == "probe":
@@ -160,6 +160,10 @@ class Scheduler:
 
     def _start_replicas(self) -> None:
         wanted = min(len(self.slots), len(self.tasks))
+        if wanted < len(self.slots) and any(
+            task.kind == "reference" or task.root.reference is not None for task in self.tasks.values()
+        ):
+            wanted += 1  # what is checked needs a second replica, even when it is all that is left
         up = sum(slot.phase in (Phase.STARTING, Phase.READY, Phase.BACKOFF) for slot in self.slots)
         for slot in self.slots:
             if slot.phase is Phase.IDLE and up < wanted:
@@ -204,7 +208,8 @@ class Scheduler:
         task.running.add(slot.number)
         unit = task.root.unit
         argument = unit if task.kind == "unit" else unit.part(task.rows)
-        reference = task.root.reference if task.kind == "unit" else None
+        own = len(self.slots) > 1 and (slot.number, slot.generation) == task.root.referee  # no check against oneself
+        reference = task.root.reference if task.kind == "unit" and not own else None
         self._actions.append(Call(slot.number, slot.generation, task.number, task.kind, argument, reference))
 
     def _reissue(self) -> None:

@@ -28,7 +28,8 @@ class Slot:
 
 @dataclass
 class Root:
-    """A unit on its way. probes: open ones. bad: {(slot, generation): rows without a finite number}."""
+    """A unit on its way. probes: open ones. bad: {(slot, generation): rows without a finite number}. referee: the (slot,
+    generation) that computed the reference states; where there is one slot only, it does so by other means."""
 
     index: int
     unit: Any
@@ -37,7 +38,7 @@ class Root:
     isolations: int = 0
     bad: dict[tuple[int, int], dict[int, str]] = field(default_factory=dict)
     reference: Any = None
-    referee: int | None = None
+    referee: tuple[int, int] | None = None
     done: bool = False
 
 

@@ -234,6 +234,26 @@ def test_a_checked_unit_runs_on_another_replica_than_its_reference_and_gets_it()
     assert alone.done == Counter(range(6))
 
 
+def test_the_last_missing_unit_is_checked_by_a_second_replica() -> None:
+    units = [replace(unit, check=(1,)) for unit in units_of(1, 2)]
+    world = World(Scheduler(units, 2), lambda call, now: (1.0, Outcome(("reference", call.slot)))).run()
+    (call,) = [call for call in world.calls if call.kind == "unit"]
+    assert call.reference == ("reference", 1 - call.slot)
+
+
+def test_a_replica_is_never_checked_against_itself() -> None:
+    units = [replace(unit, check=(1,)) for unit in units_of(4, 2)]
+    world = World(
+        Scheduler(units, 2),
+        lambda call, now: (1.0, Outcome(("reference", call.slot))),
+        comes_up=itertools.chain([True], itertools.repeat(False)).__next__,
+    ).run()
+    assert world.done == Counter(range(4))
+    assert all(call.reference is None for call in world.calls)
+    alone = World(Scheduler(units, 1), lambda call, now: (1.0, Outcome("by transformers"))).run()
+    assert all(call.reference == "by transformers" for call in alone.calls if call.kind == "unit")
+
+
 def test_reference_states_are_used_soon_after_they_are_made() -> None:
     units = [replace(unit, check=(1,)) for unit in units_of(100, 2)]
     held = most = 0
