@@ -138,7 +138,7 @@ class Case:
                 "dataset": {"uri": self.uri},
                 "extraction": {
                     "self_check": 0,
-                    "health_timeout_s": 5,
+                    "health_timeout_s": 60,
                     "replica": {"engine": "transformers"},
                     **extraction,
                 },

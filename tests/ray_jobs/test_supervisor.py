@@ -22,7 +22,7 @@ from storage.objects import open_store
 from storage.repair import settle
 from storage.verify import verify
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +103,8 @@ def _limited(case: Case, longest: int):  # type: ignore[no-untyped-def]
     "kind", ["crash", *(pytest.param(k, marks=pytest.mark.slow) for k in ("fail", "short", "stop"))]
 )
 def test_a_fault_that_passes_costs_nothing_but_time(tmp_path: Path, kind: str) -> None:
-    case = Case(tmp_path, first=[901, 902], replicas=2, max_quarantined=0)
+    patience = {"health_timeout_s": 5} if kind == "stop" else {}  # elsewhere a busy machine is no fault
+    case = Case(tmp_path, first=[901, 902], replicas=2, max_quarantined=0, **patience)
     supervisor = case.supervisor({901: (kind, 1), 902: (kind, 1)})
     case.fill(supervisor)
     case.require_whole(f"passing fault, {kind}")
