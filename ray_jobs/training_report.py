@@ -9,8 +9,9 @@ import argparse
 import html
 import io
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,21 @@ class Panel:
 
 
 def panels(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Loss, greedy matches by step, rate and gradient, waiting for data; of the lines of metrics.jsonl."""
+    """Loss, greedy matches by step, rate and gradient, waiting for data; of the lines of metrics.jsonl. What is not finite
+    (a loss that diverged) is no point of a curve."""
 
     def trained(name: str, scale: float = 1.0) -> list[tuple[float, float]]:
-        found = [(one["update"] + 1.0, scale * one[name]) for one in metrics if one.get(name) is not None]
-        return _thinned(found)
+        return _thinned(_finite((one["update"] + 1.0, one.get(name)) for one in metrics), scale)
+
+    def held(pick: Callable[[dict[str, Any]], float | None], scale: float = 1.0) -> list[tuple[float, float]]:
+        return [(x, scale * y) for x, y in _finite((float(one["update"]), pick(one)) for one in evaluations)]
 
     steps = len(metrics[0]["accuracy"]) if metrics else 0
-    held = lambda pick: [(float(one["update"]), pick(one)) for one in evaluations]  # noqa: E731
     loss = [Line("training", trained("loss"), COLOURS[0])]
     accuracy = [
         Line(
             f"step {step}",
-            _thinned([(one["update"] + 1.0, 100 * one["accuracy"][step]) for one in metrics]),
+            _thinned(_finite((one["update"] + 1.0, one["accuracy"][step]) for one in metrics), 100),
             COLOURS[step % 8],
         )
         for step in range(min(steps, 8))
@@ -63,8 +66,7 @@ def panels(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, An
     if evaluations:
         loss.append(Line("held out", held(lambda one: one["loss"]), COLOURS[1]))
         accuracy = [
-            Line(f"step {step}", held(lambda one, step=step: 100 * one["accuracy"][step]), COLOURS[step % 8])
-            for step in range(min(steps, 8))
+            Line(f"step {step}", held(_accuracy(step), 100), COLOURS[step % 8]) for step in range(min(steps, 8))
         ]
     where = "held-out prompts" if evaluations else "training batches"
     made = [
@@ -77,11 +79,19 @@ def panels(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, An
     return [one for one in made if any(line.points for line in one.lines)]
 
 
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of neighbouring points, so that no more than _POINTS are left."""
+def _accuracy(step: int) -> Callable[[dict[str, Any]], float | None]:
+    return lambda one: one["accuracy"][step]
+
+
+def _finite(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+
+
+def _thinned(points: list[tuple[float, float]], scale: float = 1.0) -> list[tuple[float, float]]:
+    """Means of neighbouring points, times scale, so that no more than _POINTS are left."""
     size = -(-len(points) // _POINTS) if points else 1
     groups = (points[start : start + size] for start in range(0, len(points), size))
-    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
+    return [(group[-1][0], scale * sum(y for _, y in group) / len(group)) for group in groups]
 
 
 def report_html(run: Run, metrics: Sequence[dict[str, Any]], summary: dict[str, Any] | None) -> str:

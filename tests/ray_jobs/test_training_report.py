@@ -14,7 +14,7 @@ from drafter.claim import claim
 from drafter.run import Run
 from drafter.session import train
 from drafter.sources import open_sources
-from ray_jobs.training_report import curves_png, main, panels, read_run
+from ray_jobs.training_report import curves_png, main, panels, read_run, report_html
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +73,30 @@ def test_long_curves_are_thinned_and_gaps_are_left_out() -> None:
     png = curves_png([loss])
     assert png is not None
     assert io.BytesIO(png).read(4) == b"\x89PNG"
+
+
+def test_a_run_whose_losses_are_not_finite_is_drawn_without_them(tmp_path: Path) -> None:
+    line = {"loss": 1.0, "accuracy": [0.5], "lr": 1e-3, "grad_norm": float("inf"), "wait_share": 0.0}
+    metrics = [{**line, "update": n, "loss": 1.0 if n < 3 else float("nan")} for n in range(6)]
+    held = [{"update": n, "loss": float("nan"), "accuracy": [float("nan") if n else 0.25]} for n in (0, 6)]
+    shown = panels(metrics, held)
+    assert [panel.title for panel in shown][::2] == ["Loss", "Learning rate"]  # no panel of gradients: none is finite
+    assert [len(curve.points) for curve in shown[0].lines] == [3, 0]
+    assert shown[1].lines[0].points == [(0.0, 25.0)]
+    run = Run(str(tmp_path))
+    run.claim({}, {})
+    summary = {
+        "updates": 6,
+        "epochs": 1,
+        "tokens": 100,
+        "tokens_per_s": 10.0,
+        "wait_share": 0.0,
+        "evaluations": held,
+        "parameters": {"trained": 1, "all": 2},
+        "loss_before": 7.0,
+        "loss_after": float("nan"),
+    }
+    page = report_html(run, metrics, summary)
+    assert page.count("<svg") == len(shown)
+    assert "7.000 before, nan after" in page
+    assert curves_png(shown) is not None
