@@ -59,7 +59,10 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
     fixed: list[str] = []
     for override in overrides:
         key, found, text = override.partition("=")
-        value = yaml.safe_load(text) if found else None
+        try:
+            value = yaml.safe_load(text) if found else None
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise RecipeError(f"override {override!r}: the value is not YAML; quote it") from None
         if not isinstance(value, list):
             fixed.append(override)
             continue

@@ -52,6 +52,7 @@ def test_arms_are_all_combinations_each_a_run_with_a_vocabulary_of_its_own_where
         (["training.lr=[1e-3,1e-3]"], "different values"),
         (["training.lrr=[1e-3,2e-3]"], "unknown key 'training.lrr'"),
         (["training.lr=[1e-3,-1]"], "training.lr"),
+        (["vocab.size=[4096,8192"], "the value is not YAML; quote it"),
     ],
 )
 def test_what_is_no_sweep_is_one_line(
