@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from drafter.claim import finished
 from drafter.run import EVALUATION, RUN, SUMMARY
+from drafter.sources import Request, open_sources
 from ray_jobs.recipe import Recipe, load_recipe
+from ray_jobs.train import request_of
 from storage.errors import RecipeError, StatehouseError
 from storage.objects import open_store
 from storage.runs import FoundRun, read_run
@@ -57,6 +60,7 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
     """All combinations, checked as recipes. Raises RecipeError."""
     axes: dict[str, list[Any]] = {}
     fixed: list[str] = []
+    same: dict[str, Any] = {}  # of all arms, and of their vocabularies
     for override in overrides:
         key, found, text = override.partition("=")
         try:
@@ -65,6 +69,8 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
             raise RecipeError(f"override {override!r}: the value is not YAML; quote it") from None
         if not isinstance(value, list):
             fixed.append(override)
+            if _makes_vocabulary(key):
+                same[key] = value
             continue
         if key.split(".")[0] not in _SECTIONS:
             raise RecipeError(
@@ -84,9 +90,8 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
         name = f"{base.training.run or base.name}-{label}"
         changed = [*fixed, *(f"{key}={json.dumps(value)}" for key, value in settings.items()), f"training.run={name}"]
         if any(key.startswith("vocab.") for key in settings):  # a vocabulary of its own, one for all that agree on it
-            own = "-".join(
-                f"{key.split('.', 1)[1]}-{_plain(v)}" for key, v in settings.items() if key.startswith("vocab.")
-            )
+            made_of = {key: value for key, value in settings.items() if _makes_vocabulary(key)} | same
+            own = "-".join(f"{key.removeprefix('vocab.')}-{_plain(value)}" for key, value in made_of.items())
             changed.append(f"training.draft_vocabulary={base.dataset.vocab_uri}/{own}")
         arms.append(Arm(name, settings, changed, load_recipe(path, changed)))
     if len({arm.name for arm in arms}) != len(arms):
@@ -94,21 +99,48 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
     return arms
 
 
+def _makes_vocabulary(key: str) -> bool:
+    """Whether a draft vocabulary is another one with another value of this key: it is chosen on what is not held out."""
+    return key.startswith("vocab.") or key in ("evaluation.held_out", "evaluation.seed")
+
+
 def _plain(value: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", str(value)).strip("_")
 
 
 def steps_left(arm: Arm, evaluate: bool) -> list[str]:
-    """Jobs that the arm still needs, in order."""
+    """Jobs that the arm still needs, in order. Raises StatehouseError when its run is finished, but of something else."""
     run = open_store(arm.recipe.run_uri)
     left = []
-    if not run.exists(SUMMARY):
+    if run.exists(SUMMARY):
+        require_own(arm)
+    else:
         if not open_store(arm.recipe.vocab_uri).exists(HEADER):
             left.append("coverage")
         left.append("train")
     if evaluate and (left or not run.exists(EVALUATION)):
         left.append("evaluate")
     return left
+
+
+def require_own(arm: Arm) -> None:
+    """A finished run of this name must be what the arm asks for, keys that are no axis included. Raises StatehouseError."""
+    fields = request_of(arm.recipe)
+    del fields["model_type"]
+    request = Request(**fields)
+    finished(request, open_sources(request))
+
+
+def of_others(arms: Sequence[Arm]) -> dict[str, str]:
+    """{arm: why its finished run is not its own}."""
+    found = {}
+    for arm in arms:
+        if open_store(arm.recipe.run_uri).exists(SUMMARY):
+            try:
+                require_own(arm)
+            except StatehouseError as error:
+                found[arm.name] = str(error)
+    return found
 
 
 class Jobs:
@@ -168,12 +200,12 @@ class Jobs:
                     process.send_signal(signal.SIGTERM)
 
 
-def compare(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Of each arm: settings, and what is known of its run."""
+def compare(arms: Sequence[Arm], others: Container[str] = ()) -> list[dict[str, Any]]:
+    """Of each arm: settings, and what is known of its run. others: arms whose runs are not theirs; nothing is said of them."""
     rows = []
     for arm in arms:
         store = open_store(arm.recipe.run_uri)
-        run = read_run(store) if store.exists(RUN) else FoundRun(store.uri)
+        run = read_run(store) if arm.name not in others and store.exists(RUN) else FoundRun(store.uri)
         summary = run.summary or {}
         rows.append(
             {
@@ -250,7 +282,9 @@ def sweep(
         if jobs.stopping:
             print("stopped; run the same command again to carry on where it stood", file=sys.stderr)
             return 143
-    rows = compare(arms)
+    others = of_others(arms)
+    failures |= others
+    rows = compare(arms, others)
     document = {"recipe": path, "overrides": list(overrides), "arms": rows, "failures": failures}
     text = json.dumps(document, indent=1) + "\n"
     base = arms[0].recipe

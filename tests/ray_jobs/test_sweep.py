@@ -42,6 +42,13 @@ def test_arms_are_all_combinations_each_a_run_with_a_vocabulary_of_its_own_where
     assert len({arm.recipe.vocab_uri for arm in arms}) == 2
     assert {arm.recipe.dataset.uri for arm in arms} == {f"{tiny.root}/dataset"}
     assert steps_left(arms[0], evaluate=True) == ["coverage", "train", "evaluate"]
+    uris = {
+        fixed: plan_arms(path, ["vocab.size=[16,32]", *fixed.split()])[0].recipe.vocab_uri.rsplit("/", 1)[-1]
+        for fixed in ("", "training.epochs=2", "evaluation.seed=1", "evaluation.seed=1 evaluation.held_out=0.3")
+    }
+    assert list(uris.values()) == [
+        "size-16", "size-16", "size-16-evaluation.seed-1", "size-16-evaluation.seed-1-evaluation.held_out-0.3",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -89,6 +96,14 @@ def test_the_table_compares_what_is_there(tiny: Tiny, tmp_path: Path, capsys: py
     assert "held-out loss" in shown
     stored = json.loads((Path(f"{tiny.root}/dataset-runs") / "tiny.sweep.json").read_text())
     assert stored == json.loads(out.read_text())
+    # The same arms of another experiment: its name is that of a finished run, which is not its own.
+    other = [path, "training.lr=[3e-3]", "training.epochs=2"]
+    for more in ([], ["--table"]):
+        assert main([*other, *more]) == 1
+        said = capsys.readouterr()
+        assert "this run is of something else: training.epochs" in said.err
+        assert "unfinished" in said.out
+    assert main([path, "training.lr=[3e-3]"]) == 0
 
 
 @pytest.mark.slow
