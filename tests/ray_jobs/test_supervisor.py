@@ -200,6 +200,28 @@ def test_states_that_drift_stop_the_job_and_are_not_stored(tmp_path: Path) -> No
     TRIED["states drift", "stopped, nothing of it stored"] += 1
 
 
+@pytest.mark.slow
+def test_reference_states_that_went_with_their_node_cost_the_check_and_no_replica(tmp_path: Path) -> None:
+    import ray
+
+    class Bereft(faulty.FaultyActor):
+        def extract(self, unit, reference=None):  # type: ignore[no-untyped-def]
+            if reference is not None:  # as Ray does for an argument whose node was killed
+                raise ray.exceptions.ObjectLostError("0" * 56, None, "")
+            return super().extract(unit)
+
+    case = Case(tmp_path, replicas=2, self_check=1.0, max_quarantined=0)
+    actor = ray.remote(max_concurrency=2, concurrency_groups={"health": 1}, num_cpus=1)(Bereft)
+    given = (str(case.folder / "flags"), {}, 0.0, False)
+    supervisor = case.supervisor()
+    supervisor.make_actor = lambda placed: actor.options(**placed).remote(case.recipe, given)
+    case.fill(supervisor)
+    case.require_whole("reference states lost")
+    counts = supervisor.counts()
+    assert (counts["restarts"], counts["retries"] > 0) == (0, True)
+    assert not any(one.receipt.self_check for one in _receipts(case))
+
+
 def _folder(tmp_path: Path) -> Path:
     folder = tmp_path / "drifting"
     folder.mkdir()
