@@ -11,7 +11,6 @@ verifier's likeliest tokens are known after the first step (a run keeps them), t
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 
 from benchmarks.drafter_floor import floor, rate
 from benchmarks.drafter_sides import PEERS, Shape, Side, Times, interleaved, measure
-from benchmarks.report import Report
+from benchmarks.report import Report, arguments
 
 SHAPES = (
     Shape(576, 8_192, 49_152, (512,), 7),
@@ -163,13 +162,7 @@ def packing(report: Report, folder: Path, quick: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.drafter", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="every figure, fewer repetitions and smaller sizes")
-    parser.add_argument("--json", metavar="OUT", help="write machine, rows and bars to this file")
-    parser.add_argument("--folder", help="where synthetic data is written (a temporary folder)")
-    args = parser.parse_args()
+    args = arguments("drafter", __doc__, folder=True)
     torch.set_num_threads(1)
     report = Report("drafter", args.quick)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:

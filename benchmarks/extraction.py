@@ -1,7 +1,7 @@
 """What a job costs beside the engine: the hand-over of states, the whole pipeline, and scheduling at scale.
 
-    python -m benchmarks.extraction                    # about eight minutes
-    python -m benchmarks.extraction --quick            # within three minutes on 2 idle cores
+    python -m benchmarks.extraction
+    python -m benchmarks.extraction --quick            # fewer repetitions, every figure
     python -m benchmarks.extraction --json out.json --only engine,pipeline,scale
 
 engine: SmolLM2 in a real SGLang on the CPU. The same batches go through the engine alone, with capture, through SGLang's own
@@ -12,7 +12,6 @@ that do nothing, on a simulated cluster of 8 nodes.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -29,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.idle import IdleActor, IdleUnit
-from benchmarks.report import Report
+from benchmarks.report import Report, arguments
 from benchmarks.synthetic import HIDDEN, SyntheticActor
 from ray_jobs.filling import make_units
 from ray_jobs.inputs import make_contract, open_verifier
@@ -342,14 +341,8 @@ PARTS = ("engine", "pipeline", "scale")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions, every figure")
-    parser.add_argument("--json", metavar="FILE", help="write machine, rows and bars there")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    args = parser.parse_args()
-    wanted = args.only.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
+    args = arguments("extraction", __doc__, PARTS)
+    wanted = args.only
     report, settings = Report("extraction", args.quick), Settings(args.quick)
     for name, (limit, better, what) in BARS.items():
         report.expect(name, limit, better, what)

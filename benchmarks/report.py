@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -36,6 +37,25 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.system(),
     }
+
+
+def arguments(name: str, doc: str | None, parts: Sequence[str] = (), *, folder: bool = False) -> argparse.Namespace:
+    """The command line that benchmarks share. parts: what `--only` chooses from, a list in the result; folder: `--folder`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions, every figure")
+    parser.add_argument("--json", metavar="FILE", help="write machine, rows and bars there")
+    if parts:
+        parser.add_argument("--only", default=",".join(parts), help=f"some of {','.join(parts)}")
+    if folder:
+        parser.add_argument("--folder", help="where synthetic data is written (a temporary folder)")
+    args = parser.parse_args()
+    if parts:
+        args.only = args.only.split(",")
+        if unknown := set(args.only) - set(parts):
+            parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(parts)}")
+    return args
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """How fast and how small the store is, beside the ceiling and the peers, all in one run on a SeaweedFS of its own.
 
-    python -m benchmarks.storage                    # about ten minutes; medians of 7
+    python -m benchmarks.storage                    # medians of 7
     python -m benchmarks.storage --quick            # within three minutes on 2 cores; medians of 5, a smaller corpus
     python -m benchmarks.storage --json out.json --only reading,writing
 
@@ -10,7 +10,6 @@ the machine is idle: the limits are ratios within a run, in shuffled order, so t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -34,7 +33,7 @@ from benchmarks.planning import measure as with_tokens
 from benchmarks.proxy import proxy_process
 from benchmarks.readers import READERS, Reader, safetensors_parallel
 from benchmarks.real_states import order_0_bound, smollm2_states
-from benchmarks.report import Report
+from benchmarks.report import Report, arguments
 from benchmarks.seaweed import BUCKET, NoServer, seaweedfs
 from benchmarks.storage_bars import BARS
 from benchmarks.tokens import measure_tokens
@@ -334,14 +333,8 @@ PARTS = ("codecs", "reading", "far_away", "tokens", "writing", "memory", "planni
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions, every figure")
-    parser.add_argument("--json", metavar="FILE", help="write machine, rows and bars there")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    args = parser.parse_args()
-    wanted = args.only.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
+    args = arguments("storage", __doc__, PARTS)
+    wanted = args.only
     report, settings = Report("storage", args.quick), Settings(args.quick)
     for part in wanted:
         for name, (limit, better, what) in BARS.get(part, {}).items():

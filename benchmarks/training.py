@@ -1,7 +1,7 @@
 """How fast training is fed: the loader, the sampler, waiting for data, Ray's overhead; on a SeaweedFS of its own.
 
-    python -m benchmarks.training                    # about eight minutes; medians of 7
-    python -m benchmarks.training --quick            # about three minutes on 2 cores
+    python -m benchmarks.training                    # medians of 7
+    python -m benchmarks.training --quick            # fewer repetitions, every figure
     STATEHOUSE_PEERS_PYTHON=... python -m benchmarks.training --json out.json --only loader,local
 
 GB are logical bf16 bytes. CPU is that of this process, all threads, without the server's. The limits are ratios within a
@@ -10,7 +10,6 @@ run, in shuffled order.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -29,7 +28,7 @@ import numpy as np
 from benchmarks.corpus import Corpus, fill_dataset, fill_files, plan_corpus, synthetic_states
 from benchmarks.proxy import proxy_process
 from benchmarks.readers import raw_gets, safetensors_one_get, torch_one_get
-from benchmarks.report import Report
+from benchmarks.report import Report, arguments
 from benchmarks.seaweed import BUCKET, seaweedfs
 from benchmarks.small_training import make_small
 from benchmarks.storage import shuffled
@@ -318,14 +317,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         _worker(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less data and fewer repetitions, every figure")
-    parser.add_argument("--json", metavar="FILE", help="write machine, rows and bars there")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    args = parser.parse_args()
-    wanted = args.only.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--only {', '.join(sorted(unknown))}: expected some of {', '.join(PARTS)}")
+    args = arguments("training", __doc__, PARTS)
+    wanted = args.only
     report, settings = Report("training", args.quick), Settings(args.quick)
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive this process

@@ -12,7 +12,6 @@ peers'.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import Report
+from benchmarks.report import Report, arguments
 from benchmarks.vocab_data import LENGTH, VOCAB, loss_mask, write_dataset, write_parquet, zipf_ids
 
 DRAFT = 32_000
@@ -260,13 +259,7 @@ def count_synthetic(tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vocab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="every figure, smaller sizes")
-    parser.add_argument("--json", metavar="OUT", help="write machine, rows and bars to this file")
-    parser.add_argument("--folder", help="where synthetic data is written (a temporary folder)")
-    args = parser.parse_args()
+    args = arguments("vocab", __doc__, folder=True)
     report = Report("vocab", args.quick)
     repeats = 3 if args.quick else 7
     million = 1_000_000 // LENGTH * LENGTH
