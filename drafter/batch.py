@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafter.errors import DrafterError
-from storage.reader import States
+from storage.states import States
 from storage.torch_decode import join_planes
 
 

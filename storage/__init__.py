@@ -7,7 +7,8 @@
 
 from storage.contract import Contract
 from storage.errors import StatehouseError
-from storage.reader import Dataset, States, find_datasets, open_dataset
+from storage.reader import Dataset, find_datasets, open_dataset
 from storage.sequences import Sequence
+from storage.states import States
 
 __all__ = ["Contract", "Dataset", "Sequence", "StatehouseError", "States", "find_datasets", "open_dataset"]

@@ -83,6 +83,6 @@ def plan_objects(plan: Plan, sequences: pa.Table | SequenceRows) -> Iterator[tup
     for array, dtype, fill in (("tokens", np.dtype("int32"), -1), ("loss_mask", np.dtype("bool"), False)):
         yield f"{array}/zarr.json", array_metadata([total], [TOKEN_CHUNK], dtype.name, fill, ["token"])
     rows = TableRows(sequences) if isinstance(sequences, pa.Table) else sequences
-    for chunk, ids, mask in token_chunks(plan, rows, TOKEN_CHUNK):
+    for chunk, ids, mask in token_chunks(plan.column("start"), plan.column("length"), total, rows, TOKEN_CHUNK):
         yield token_key("tokens", chunk), ids
         yield token_key("loss_mask", chunk), mask

@@ -25,7 +25,8 @@ import pyarrow.compute as pc
 
 from storage.contract import Contract, sha256_json
 from storage.errors import ContractMismatch, StatehouseError
-from storage.reader import Dataset, States, open_dataset
+from storage.reader import Dataset, open_dataset
+from storage.states import States
 from storage.stream import read_ahead
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,13 +28,11 @@ from storage.objects import LocalStore, ObjectStore, open_store
 from storage.receipt import Receipt
 from storage.seal import Seal, load_seal, load_shards_table, scan_shards, seal_key
 from storage.shard import Footer
+from storage.states import States
 from storage.stream import read_ahead
 from storage.teacher import NONE, TeacherObject, TeacherReader, TeacherSummary
 from storage.token_reader import TokenReader
 from storage.writer import shard_identity
-
-if TYPE_CHECKING:
-    import torch
 
 # Opening compares every object's size with the seal up to this many shards: 10 list requests. Above, each shard is
 # checked when it is first read (as it is below, too).
@@ -44,57 +41,6 @@ _LISTED_SHARDS = 10_000
 THREADS = 8
 # Buffers of states that wait for the next sequence: a few at H = 7168 (100 MB for 1,700 tokens).
 _IDLE_BYTES = 512 << 20
-
-
-def _no_teacher() -> TeacherSummary | None:
-    return None
-
-
-def _given(teacher: TeacherSummary | None) -> TeacherSummary | None:
-    return teacher
-
-
-@dataclass(frozen=True, eq=False)
-class States:
-    """One sequence as it was extracted.
-
-    token_ids: [T] int32. loss_mask: [T] bool. hidden: [T, L, H] ml_dtypes.bfloat16: the captured layers in ascending
-    order, then the final state.
-    """
-
-    id: str
-    source: str
-    group: str
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    hidden: np.ndarray
-    read_teacher: Callable[[], TeacherSummary | None] = field(default=_no_teacher, repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Sent elsewhere, it takes its summary along: there it would open the dataset anew."""
-        teacher = functools.partial(_given, self.teacher)
-        return States, (self.id, self.source, self.group, self.token_ids, self.loss_mask, self.hidden, teacher)
-
-    @cached_property
-    def teacher(self) -> TeacherSummary | None:
-        """The verifier's next-token distribution in short, read when first asked for; None where there is none."""
-        return self.read_teacher()
-
-    @property
-    def argmax(self) -> np.ndarray | None:
-        """[T] int32: the id that the verifier finds likeliest after each token."""
-        return None if self.teacher is None else self.teacher.argmax
-
-    @property
-    def logsumexp(self) -> np.ndarray | None:
-        """[T] float32, of the logits after each token."""
-        return None if self.teacher is None else self.teacher.logsumexp
-
-    def torch(self) -> torch.Tensor:
-        """`hidden` as a torch.bfloat16 tensor on the same memory."""
-        import torch
-
-        return torch.from_numpy(self.hidden.view(np.int16)).view(torch.bfloat16)
 
 
 class Dataset:

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from storage.reader import Dataset, States
+from storage.states import States
+
+
+class Readable(Protocol):
+    """What a dataset opened for reading offers here: `storage.reader.Dataset`."""
+
+    @property
+    def threads(self) -> int:
+        """Requests that are in flight at once."""
+
+    def state_bytes(self, row: int, /) -> int:
+        """Bytes of the states of sequence `row`."""
+
+    def read(self, row: int, /) -> States:
+        """Sequence `row`."""
 
 
 def read_ahead(
-    places: Iterable[tuple[Dataset, int]], *, ahead: int | None = None, ahead_bytes: int | None = None
+    places: Iterable[tuple[Readable, int]], *, ahead: int | None = None, ahead_bytes: int | None = None
 ) -> Iterator[States]:
     """Sequences, each a dataset and a row of it, in the order given.
 

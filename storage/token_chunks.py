@@ -6,16 +6,13 @@ Chunks are encoded by a few threads and given one after the other, so memory doe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from storage.windowed import in_order
 from storage.zarr_array import encode_chunk
-
-if TYPE_CHECKING:
-    from storage.plan import Plan
 
 _THREADS = 4
 
@@ -49,11 +46,16 @@ class _Lists:
         return self._flat[chunk][offsets[at] - offsets[0] : offsets[at + 1] - offsets[0]]
 
 
-def token_chunks(plan: Plan, rows: SequenceRows, chunk_tokens: int) -> Iterator[tuple[int, bytes, bytes]]:
-    """(chunk, encoded token ids, encoded mask) of every chunk of the token axis, in order."""
-    order = np.argsort(plan.column("start"))
-    start = plan.column("start")[order]
-    end = start + plan.column("length").astype(np.int64)[order]
+def token_chunks(
+    starts: np.ndarray, lengths: np.ndarray, tokens: int, rows: SequenceRows, chunk_tokens: int
+) -> Iterator[tuple[int, bytes, bytes]]:
+    """(chunk, encoded token ids, encoded mask) of every chunk of the token axis, in order.
+
+    starts, lengths: [sequences], each sequence's place on the axis, which is `tokens` long.
+    """
+    order = np.argsort(starts)
+    start = starts[order]
+    end = start + lengths.astype(np.int64)[order]
 
     def encode(chunk: int) -> tuple[int, bytes, bytes]:
         low, high = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
@@ -67,4 +69,4 @@ def token_chunks(plan: Plan, rows: SequenceRows, chunk_tokens: int) -> Iterator[
             mask[begin - low : stop - low] = loss_mask[begin - zero : stop - zero]
         return chunk, encode_chunk(ids), encode_chunk(mask)
 
-    yield from in_order(encode, range(-(-plan.geometry.tokens // chunk_tokens)), _THREADS)
+    yield from in_order(encode, range(-(-tokens // chunk_tokens)), _THREADS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,29 @@ def test_rooms_import_only_along_the_arrows(room: str) -> None:
             assert "ray" not in names, path
         if room in ("storage", "vocab"):
             assert not names & {"sglang", "transformers", "zarr"}, path
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules_imported(path: Path, known: set[str]) -> set[str]:
+    """Our modules that a file names at its head or inside functions, for types alone too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return found & known
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_modules_import_each_other_in_no_circle(room: str) -> None:
+    paths = {module(path): path for path in (ROOT / room).rglob("*.py")}
+    # A package's own __init__ gathers its modules' names, and is no arrow back.
+    files = {name: path for name, path in paths.items() if path.name != "__init__.py"}
+    TopologicalSorter({name: modules_imported(path, set(files)) for name, path in files.items()}).prepare()
 
 
 def test_there_is_no_pickle_and_no_untrusted_torch_load() -> None:

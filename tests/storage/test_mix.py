@@ -19,9 +19,10 @@ from storage.errors import ContractMismatch, DatasetMissing, DatasetNotSealed, S
 from storage.mix import Filter, Mixture, Part, open_mixture
 from storage.objects import LocalStore, open_store
 from storage.plan import WorkUnit, make_plan
-from storage.reader import Dataset, States
+from storage.reader import Dataset
 from storage.reuse import Sources, fill_reusable, find_reusable, origins
 from storage.seal import seal_dataset
+from storage.states import States
 from storage.writer import ShardWriter
 
 

@@ -14,8 +14,9 @@ from tiny import refill, sealed, sequences, states_of
 from storage import decode, layout, open_dataset
 from storage.errors import ShardCorrupt
 from storage.objects import LocalStore, open_store
-from storage.reader import Dataset, States
+from storage.reader import Dataset
 from storage.seal import reseal
+from storage.states import States
 
 
 def right(states: States) -> bool:
