@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.corpus import synthetic_states
 from ray_jobs.recipe import Recipe
-from ray_jobs.replicas.replica import Forwarded, Generation, Replica, Sampling
+from ray_jobs.replicas.replica import Forwarded, Generation, Heard, Replica, Sampling, unheard
 from ray_jobs.verifier import VerifierShape
 from ray_jobs.worker import ReplicaActor
 from storage.teacher import TeacherSummary
@@ -47,7 +47,9 @@ class SyntheticReplica(Replica):
             time.sleep(max(0.0, tokens / self.rate - (time.perf_counter() - began)))
         return made
 
-    def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], heard: Heard = unheard
+    ) -> list[Generation]:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """generate: on-policy responses of the verifier to the prepared prompts, at `<dataset.uri>-inputs/responses`.
 
-Exact token ids are kept. Finished work units are objects of their own, so a killed job carries on where it stood.
+Exact token ids are kept. Replicas store what they have finished at once (ray_jobs/answers.py), so a killed job carries on
+where it stood. A prompt that no replica can answer is quarantined with its reason.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import argparse
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ray_jobs import job
-from ray_jobs.inputs import Inputs, Verifier, generated_table, open_verifier, response_of, sampling_hashes
+from ray_jobs.answers import QUARANTINED, clear_parts, response_of, unit_key
+from ray_jobs.inputs import Inputs, Verifier, generated_table, open_verifier, sampling_hashes
 from ray_jobs.prompts import end_ids, load_tokenizer
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
@@ -55,10 +57,12 @@ def make_units(
     recipe: Recipe,
     prompts: list[dict[str, Any]],
     settings: dict[str, tuple[Sampling, Budget | None]],
+    hashes: Mapping[str, str],
+    uri: str,
     finished: Container[str] = (),
 ) -> list[GenerateUnit]:
     """All prompts in order, `generation.batch_size` a unit, less the finished ones. The response ends where the sequence
-    would be too long.
+    would be too long. hashes: {prompt id: its sampling hash}. uri: where the responses go.
 
     Units do not depend on what is finished: a driver that starts while another is at work has the same ones, and of two
     answers to a unit only the first is stored.
@@ -70,20 +74,25 @@ def make_units(
             continue
         token_ids = [np.array(row["token_ids"], np.int32) for row in batch]
         samplings = []
-        for row, ids in zip(batch, token_ids, strict=True):
+        for row, prompt in zip(batch, token_ids, strict=True):
             one, _ = settings[row["source"]]
-            room = min(one.max_new_tokens, recipe.dataset.max_length - len(ids))
+            room = min(one.max_new_tokens, recipe.dataset.max_length - len(prompt))
             seed = prompt_seed(one.seed or 0, row["id"])
             samplings.append(Sampling(one.temperature, one.top_p, room, seed, one.stop_token_ids))
         budgets = [settings[row["source"]][1] for row in batch]
-        units.append(GenerateUnit([row["id"] for row in batch], token_ids, samplings, budgets))
+        ids = [row["id"] for row in batch]
+        drawn = [hashes[key] for key in ids]
+        units.append(GenerateUnit(uri, unit_key(ids, drawn), ids, token_ids, samplings, budgets, drawn))
     return units
 
 
-def tally(responses: list[Response], ends: frozenset[int]) -> Counter[str]:
-    """How many were capped at their length, say nothing but their end, or were made to stop thinking."""
+def tally(responses: Iterable[Response], ends: frozenset[int]) -> Counter[str]:
+    """How many were capped at their length, say nothing but their end, were made to stop thinking, or are none."""
     counts: Counter[str] = Counter()
     for one in responses:
+        if one.finish_reason == QUARANTINED:
+            counts["quarantined"] += 1
+            continue
         counts["responses"] += 1
         counts["tokens"] += len(one.token_ids)
         counts["length_capped"] += one.finish_reason == "length"
@@ -103,40 +112,35 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     ends = end_ids(verifier.folder, tokenizer)
     hashes = sampling_hashes(recipe, verifier, prompts)
     inputs.store.probe()
-    finished = inputs.read_responses(hashes)
+    stored = inputs.read_responses(hashes)
+    finished = {
+        prompt
+        for prompt, response in stored.items()
+        if response.finish_reason != QUARANTINED or not getattr(args, "retry_quarantined", False)
+    }
     pending = len(prompts) - len(finished)
     if not pending:
         _summarise(recipe, verifier, inputs, prompts, ends, "all answered before")
         return
     job.start_ray()
-    units = make_units(recipe, prompts.to_pylist(), settings, finished)
+    units = make_units(recipe, prompts.to_pylist(), settings, hashes, inputs.store.uri, finished)
     job.log.info("generate start prompts=%d answered_before=%d units=%d", pending, len(finished), len(units))
     progress = job.Progress("generate", "units", len(units))
+    given_up = sum(stored[prompt].finish_reason == QUARANTINED for prompt in finished)
+    limit = max(0, int(recipe.extraction.max_quarantined * len(prompts)) - given_up)
     counts = tally([], ends)
 
-    def done(unit: GenerateUnit, responses: list[Response]) -> None:
-        rows: list[dict[str, Any]] = [
-            {
-                "prompt_id": prompt_id,
-                "token_ids": response.token_ids,
-                "finish_reason": response.finish_reason,
-                "sampling_hash": hashes[prompt_id],
-                "temperature": one.temperature,
-                "top_p": one.top_p,
-                "seed": one.seed,
-                "forced": response.forced,
-            }
-            for prompt_id, one, response in zip(unit.prompt_ids, unit.samplings, responses, strict=True)
-        ]
-        inputs.write_responses(rows)
-        unit_counts = tally(responses, ends)
-        counts.update(unit_counts)
-        progress.step(
-            unit_counts["tokens"], **{name: counts[name] for name in ("length_capped", "empty", "thinking_ended")}
-        )
+    def done(unit: GenerateUnit, responses: dict[int, Response]) -> None:
+        for row, reason in unit.quarantined.items():
+            job.log.warning("quarantined prompt=%s reason=%s", unit.prompt_ids[row], reason.splitlines()[0])
+        unit_counts = tally(responses.values(), ends)
+        counts.update(unit_counts, quarantined=len(unit.quarantined))
+        told = {name: counts[name] for name in ("length_capped", "empty", "thinking_ended", "quarantined")}
+        progress.step(unit_counts["tokens"], **told, **supervisor.counts())
 
     with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
-        supervisor.run("generate", units, done, progress.wait)
+        supervisor.run("generate", units, done, progress.wait, limit)
+    clear_parts(inputs.store)
     _summarise(recipe, verifier, inputs, prompts, ends, f"seconds={progress.seconds:.1f}")
 
 
@@ -153,11 +157,12 @@ def _summarise(
     sources: dict[str, list[Response]] = {}
     for prompt, source in zip(prompts["id"].to_pylist(), prompts["source"].to_pylist(), strict=True):
         sources.setdefault(source, []).append(stored[prompt])
-    total = tally(list(stored.values()), ends)
+    total = tally(stored.values(), ends)
     inputs.write_generated(
         generated_table(prompts, rows),
         {
             **total,
+            "quarantined": {prompt: row.get("reason") for prompt, row in rows.items() if _given_up(row)},
             "sources": {
                 source: {**tally(responses, ends), "settings": recipe.generation.of(source).model_dump(mode="json")}
                 for source, responses in sources.items()
@@ -166,16 +171,23 @@ def _summarise(
         },
     )
     job.log.info(
-        "generate done prompts=%d tokens=%s length_capped=%d empty=%d thinking_ended=%d %s where=%s/responses",
+        "generate done prompts=%d tokens=%s length_capped=%d empty=%d thinking_ended=%d quarantined=%d %s where=%s/responses",
         len(prompts),
         f"{total['tokens']:,}",
         total["length_capped"],
         total["empty"],
         total["thinking_ended"],
+        total["quarantined"],
         how,
         inputs.store.uri,
     )
 
 
+def _given_up(row: Mapping[str, Any]) -> bool:
+    return row["finish_reason"] == QUARANTINED
+
+
 if __name__ == "__main__":
-    job.main(job.parser("generate", __doc__ or ""), run)
+    arguments = job.parser("generate", __doc__ or "")
+    arguments.add_argument("--retry-quarantined", action="store_true", help="ask again what no replica could answer")
+    job.main(arguments, run)

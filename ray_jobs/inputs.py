@@ -3,7 +3,7 @@
 prepare.json                what prompts.parquet was made from
 prompts.parquet             accepted prompts and given sequences
 rejects.parquet             refused rows with reasons
-responses/<hash>.parquet    on-policy responses of one work unit, create-only
+responses/, parts/          on-policy responses (ray_jobs/answers.py)
 generated.parquet           how each sequence with a response was drawn, to be joined to sequences.parquet by id
 generate.json               counts of the responses, for people
 """
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_jobs.answers import QUARANTINED, RESPONSES, RESPONSES_SCHEMA, read_rows, response_of
 from ray_jobs.prompt_files import fingerprints
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.replica import NEUTRAL_ARGUMENTS, validate_layers
@@ -47,24 +48,10 @@ REJECTS = "rejects.parquet"
 GENERATED = "generated.parquet"
 GENERATE_SUMMARY = "generate.json"
 
-# token_ids: exactly what the verifier produced, its end token included. finish_reason: "stop" or "length". forced: index of
-# the token that ended a thinking longer than its budget, null where none did.
-RESPONSES_SCHEMA = pa.schema(
-    [
-        ("prompt_id", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("sampling_hash", pa.string()),
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("seed", pa.int64()),
-        ("forced", pa.int64()),
-    ]
-)
 # id: of the sequence, as in the dataset's sequences.parquet. row: "file:line" of the prompt.
 GENERATED_SCHEMA = pa.schema(
     [("id", pa.string()), ("source", pa.string()), ("row", pa.string())]
-    + [field for field in RESPONSES_SCHEMA if field.name != "token_ids"]
+    + [field for field in RESPONSES_SCHEMA if field.name not in ("token_ids", "reason")]
 )
 
 
@@ -220,32 +207,19 @@ class Inputs:
             raise StatehouseError(f"{self.store.uri}/{PROMPTS}: missing or not what {PREPARED} names; {again}")
         return pq.read_table(pa.BufferReader(data))
 
-    def write_responses(self, rows: list[dict[str, Any]]) -> bool:
-        """One finished work unit; False when another driver was first with the same prompts."""
-        names = [[row["prompt_id"] for row in rows], sorted({row["sampling_hash"] for row in rows})]
-        table = pa.Table.from_pylist(rows, schema=RESPONSES_SCHEMA)
-        return self.store.create(f"responses/{sha256_json(names)[:32]}.parquet", parquet_bytes(table))
-
     def response_rows(self, hashes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """{prompt id: its `RESPONSES_SCHEMA` row} of the responses drawn under the hash that `hashes` asks for.
 
-        Raises StatehouseError for a damaged file.
+        A prompt that was quarantined once and answered later is answered. Raises StatehouseError for a damaged file.
         """
         found: dict[str, dict[str, Any]] = {}
-        needed = [field for field in RESPONSES_SCHEMA if field.name != "forced"]  # newer than the rest
-        for key in sorted(self.store.sizes("responses")):
-            try:
-                table = pq.read_table(pa.BufferReader(self.store.get(key)))
-                for field in needed:
-                    table[field.name].cast(field.type)
-                rows = table.to_pylist()
-            except (pa.ArrowException, KeyError, ValueError):
-                raise StatehouseError(
-                    f"{self.store.uri}/{key}: damaged; delete it and run `python -m ray_jobs.generate RECIPE` again"
-                ) from None
-            for row in rows:
-                if hashes.get(row["prompt_id"]) == row["sampling_hash"]:
-                    found.setdefault(row["prompt_id"], row)
+        for key in sorted(self.store.sizes(RESPONSES)):
+            for row in read_rows(self.store, key):
+                prompt = row["prompt_id"]
+                if hashes.get(prompt) != row["sampling_hash"]:
+                    continue
+                if prompt not in found or found[prompt]["finish_reason"] == QUARANTINED:
+                    found[prompt] = row
         return found
 
     def read_responses(self, hashes: Mapping[str, str]) -> dict[str, Response]:
@@ -256,10 +230,6 @@ class Inputs:
         """`GENERATED_SCHEMA`, and counts of the responses, for people."""
         self.store.put(GENERATED, parquet_bytes(table))
         self.store.put(GENERATE_SUMMARY, json.dumps(summary, indent=1, sort_keys=True).encode() + b"\n")
-
-
-def response_of(row: Mapping[str, Any]) -> Response:
-    return Response(np.array(row["token_ids"], np.int32), row["finish_reason"], row.get("forced"))
 
 
 def answered(prompt: Mapping[str, Any], response: Response) -> Sequence:
@@ -290,7 +260,7 @@ def compose_sequences(prompts: pa.Table, responses: dict[str, Response], uri: st
     Raises StatehouseError when responses are missing.
     """
     sequences: list[Sequence] = []
-    counts = {"given": 0, "generated": 0, "length_capped": 0, "empty": 0, "duplicates": 0}
+    counts = dict.fromkeys(("given", "generated", "length_capped", "empty", "quarantined", "duplicates"), 0)
     missing = 0
     for row in prompts.to_pylist():
         if row["kind"] == "generate":
@@ -298,6 +268,9 @@ def compose_sequences(prompts: pa.Table, responses: dict[str, Response], uri: st
                 missing += 1
                 continue
             response = responses[row["id"]]
+            if response.finish_reason == QUARANTINED:
+                counts["quarantined"] += 1
+                continue
             if not len(response.token_ids):
                 counts["empty"] += 1
                 continue

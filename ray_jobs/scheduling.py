@@ -351,7 +351,7 @@ class Scheduler:
         limit = self.policies.quarantine_limit or 0
         if len(self.quarantined) > limit:
             self._failed = (
-                f"{len(self.quarantined)} sequences cannot be extracted, and extraction.max_quarantined accepts {limit}; "
+                f"{len(self.quarantined)} sequences fail wherever they are tried, and extraction.max_quarantined accepts {limit}; "
                 f"the last one: {reason}; raise it, or find what is wrong with the engine"
             )
 

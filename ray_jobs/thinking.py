@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ray_jobs.replicas.replica import Generation, Sampling
+from ray_jobs.replicas.replica import Generation, Heard, Sampling
 from storage.errors import RecipeError
 
-Generate = Callable[[Sequence[np.ndarray], Sequence[Sampling]], list[Generation]]
+Generate = Callable[[Sequence[np.ndarray], Sequence[Sampling], Heard], list[Generation]]
 
 
 @dataclass(frozen=True)
@@ -44,38 +44,56 @@ class Response:
 
 
 def respond(
-    generate: Generate, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], budgets: Sequence[Budget | None]
+    generate: Generate,
+    prompts: Sequence[np.ndarray],
+    samplings: Sequence[Sampling],
+    budgets: Sequence[Budget | None],
+    done: Callable[[int, Response], None] = lambda _at, _response: None,
 ) -> list[Response]:
-    """One response to each prompt ([T] integer ids). max_new_tokens counts thinking, the forced token and the answer."""
+    """One response to each prompt ([T] integer ids). max_new_tokens counts thinking, the forced token and the answer.
+
+    done(index, response) is called once for each as soon as it is finished, also when the engine fails before the others are.
+    """
+    responses: dict[int, Response] = {}
+    again: list[int] = []
+
+    def first(at: int, one: Generation) -> None:
+        response, sampling, budget = Response(_ids(one), one.finish_reason), samplings[at], budgets[at]
+        left = sampling.max_new_tokens - len(response.token_ids)
+        if budget is not None and response.finish_reason == "length" and left > 0:
+            if budget.open_at(np.concatenate([prompts[at], response.token_ids])):
+                ids = np.append(response.token_ids, np.int32(budget.end)).astype(np.int32)
+                response = Response(ids, "length", len(ids) - 1)
+                left -= 1
+            if left:
+                again.append(at)
+        responses[at] = response
+        if at not in again:
+            done(at, response)
+
+    def second(index: int, more: Generation) -> None:
+        at = again[index]
+        ids = np.concatenate([responses[at].token_ids, _ids(more)])
+        responses[at] = replace(responses[at], token_ids=ids, finish_reason=more.finish_reason)
+        done(at, responses[at])
+
     caps = [
         one.max_new_tokens if budget is None else min(one.max_new_tokens, budget.tokens)
         for one, budget in zip(samplings, budgets, strict=True)
     ]
-    first = generate(prompts, [replace(one, max_new_tokens=cap) for one, cap in zip(samplings, caps, strict=True)])
-    responses = [Response(np.asarray(one.token_ids, np.int32), one.finish_reason) for one in first]
-    again: list[int] = []
-    for at, (response, sampling, budget) in enumerate(zip(responses, samplings, budgets, strict=True)):
-        left = sampling.max_new_tokens - len(response.token_ids)
-        if budget is None or response.finish_reason != "length" or left < 1:
-            continue
-        if budget.open_at(np.concatenate([prompts[at], response.token_ids])):
-            ids = np.append(response.token_ids, np.int32(budget.end)).astype(np.int32)
-            responses[at] = Response(ids, "length", len(ids) - 1)
-            left -= 1
-        if left:
-            again.append(at)
+    generate(prompts, [replace(one, max_new_tokens=cap) for one, cap in zip(samplings, caps, strict=True)], first)
     if again:
-        rest = generate(
-            [np.concatenate([prompts[at], responses[at].token_ids]) for at in again],
-            [
-                replace(samplings[at], max_new_tokens=samplings[at].max_new_tokens - len(responses[at].token_ids))
-                for at in again
-            ],
-        )
-        for at, more in zip(again, rest, strict=True):
-            ids = np.concatenate([responses[at].token_ids, np.asarray(more.token_ids, np.int32)])
-            responses[at] = replace(responses[at], token_ids=ids, finish_reason=more.finish_reason)
-    return responses
+        again.sort()
+        rest = [
+            replace(samplings[at], max_new_tokens=samplings[at].max_new_tokens - len(responses[at].token_ids))
+            for at in again
+        ]
+        generate([np.concatenate([prompts[at], responses[at].token_ids]) for at in again], rest, second)
+    return [responses[at] for at in range(len(prompts))]
+
+
+def _ids(one: Generation) -> np.ndarray:
+    return np.asarray(one.token_ids, np.int32)
 
 
 def one_token(tokenizer: Any, text: str, key: str) -> int:

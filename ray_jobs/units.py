@@ -80,11 +80,41 @@ class CalibrationUnit:
 
 @dataclass(frozen=True)
 class GenerateUnit:
+    """Prompts to be answered. key: what its files at `uri` are named after. hashes: of the settings of each prompt.
+
+    quarantined: {index: why} of those that are given up.
+    """
+
+    uri: str
+    key: str
     prompt_ids: list[str]
     token_ids: list[np.ndarray]
     samplings: list[Sampling]
     budgets: list[Budget | None]
+    hashes: list[str]
+    quarantined: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         return sum(len(ids) + one.max_new_tokens for ids, one in zip(self.token_ids, self.samplings, strict=True))
+
+    def suspects(self) -> list[int]:
+        return [at for at in range(len(self.prompt_ids)) if at not in self.quarantined]
+
+    def part(self, rows: Sequence[int]) -> GenerateUnit:
+        """The same unit with these prompts only; what is answered of it counts for the whole."""
+        return GenerateUnit(
+            self.uri,
+            self.key,
+            [self.prompt_ids[row] for row in rows],
+            [self.token_ids[row] for row in rows],
+            [self.samplings[row] for row in rows],
+            [self.budgets[row] for row in rows],
+            [self.hashes[row] for row in rows],
+        )
+
+    def without(self, reasons: Mapping[int, str]) -> GenerateUnit:
+        return replace(self, quarantined={**self.quarantined, **reasons})
+
+    def to_check(self) -> list[int]:
+        return []

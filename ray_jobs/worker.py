@@ -12,19 +12,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ray_jobs import answers
 from ray_jobs.inputs import Verifier
 from ray_jobs.policies import Outcome
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas import open_replica
-from ray_jobs.replicas.replica import Forwarded, Replica, ReplicaConfig, validate_ids
+from ray_jobs.replicas.replica import Forwarded, Replica, ReplicaConfig, validate_ids, validate_prompts
 from ray_jobs.self_check import Reference, compare, fits_beside, require_small
 from ray_jobs.stages import StageClock
 from ray_jobs.supervisor import Supervisor, require_resources
-from ray_jobs.thinking import Response, respond
+from ray_jobs.thinking import respond
 from ray_jobs.units import CalibrationUnit, ExtractUnit, GenerateUnit, ProbeUnit
 from ray_jobs.verifier import resolve_verifier
 from storage.buffers import BufferPool
 from storage.errors import ReplicaFailed, StatehouseError, StoreError, StoreRefused
+from storage.objects import ObjectStore, open_store
 from storage.receipt import SelfCheck
 from storage.reuse import Sources, origins
 from storage.shard import to_bits
@@ -127,8 +129,10 @@ class ReplicaActor:
         self._writer(unit.uri).calibrate(np.concatenate(bits))
         return Outcome()
 
-    def probe(self, unit: ProbeUnit) -> Outcome:
-        """Whether these sequences can be prefilled at all."""
+    def probe(self, unit: ProbeUnit | GenerateUnit) -> Outcome:
+        """Whether these sequences can be prefilled, or these prompts answered, at all."""
+        if isinstance(unit, GenerateUnit):
+            return self._answer(unit, open_store(unit.uri))
         self._prefill(unit.token_ids)
         return Outcome()
 
@@ -254,10 +258,46 @@ class ReplicaActor:
         lengths = [len(ids) for ids in unit.token_ids]
         return self._sources.complete_teacher(lengths, unit.known, self._teacher, join(given) if given else None)
 
-    def generate(self, unit: GenerateUnit) -> list[Response]:
-        """One response to each prompt."""
-        with self._engine:
-            return respond(self._replica.generate, unit.token_ids, unit.samplings, unit.budgets)
+    def generate(self, unit: GenerateUnit) -> Outcome:
+        """Answers the prompts of a unit and stores them, or adopts what another driver stored meanwhile.
+
+        value: {index of the prompt: its response}.
+        """
+        store = open_store(unit.uri)
+        if (found := self._patiently(unit.uri, lambda: answers.find(store, unit))) is not None:
+            return Outcome(found)
+        outcome = self._answer(unit, store)
+        if not outcome.bad:
+            self._patiently(unit.uri, lambda: answers.commit(store, unit, outcome.value))
+            answers.clear_parts(store, unit.key)
+        return outcome
+
+    def _answer(self, unit: GenerateUnit, store: ObjectStore) -> Outcome:
+        """As `generate`, without the last word: what is finished lies in parts, and what lies there is not asked for again."""
+        found = self._patiently(unit.uri, lambda: answers.read_parts(store, unit))
+        rows = [row for row in unit.suspects() if row not in found]
+        if bad := self._without_room(unit, rows):
+            return Outcome(None, bad, certain=True)
+        if rows:
+            left = unit.part(rows)
+            with self._engine, answers.Parts(store, left) as parts:
+                given = respond(self._replica.generate, left.token_ids, left.samplings, left.budgets, parts.add)
+            found.update(zip(rows, given, strict=True))
+        return Outcome(found)
+
+    def _without_room(self, unit: GenerateUnit, rows: Sequence[int]) -> dict[int, str]:
+        bad = {}
+        for row in rows:
+            try:
+                validate_prompts(
+                    [unit.token_ids[row]],
+                    [unit.samplings[row]],
+                    self._replica.shape.vocab_size,
+                    self._replica.longest,  # what is longer could not be extracted
+                )
+            except StatehouseError as error:
+                bad[row] = str(error)
+        return bad
 
     def stop(self) -> None:
         self._replica.stop()

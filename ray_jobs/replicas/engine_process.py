@@ -127,11 +127,17 @@ class EngineProcess:
     # ---- requests ----
 
     def ask(
-        self, requests: Sequence[tuple[list[int], dict[str, Any]]], prefix: str, *, capture: bool
+        self,
+        requests: Sequence[tuple[list[int], dict[str, Any]]],
+        prefix: str,
+        *,
+        capture: bool,
+        heard: Callable[[int, dict[str, Any]], None] = lambda _at, _reply: None,
     ) -> list[dict[str, Any]]:
         """Send (token ids, sampling params) one by one, wait for all; replies in the order of the requests.
 
-        Raises ReplicaFailed as soon as the engine dies, or when no reply comes for request_timeout_s.
+        heard(index, reply) is called as replies come. Raises ReplicaFailed as soon as the engine dies, or when no reply comes
+        for request_timeout_s.
         """
         futures: list[Future[dict[str, Any]]] = []
         rids = []
@@ -146,14 +152,20 @@ class EngineProcess:
             futures.append(future)
             rids.append(rid)
             self._send({"id": number, "rid": rid, "input_ids": ids, "sampling_params": sampling, "capture": capture})
-        self._await(futures, rids)
+        self._await(futures, rids, heard)
         replies = [future.result() for future in futures]
         for reply in replies:
             if "error" in reply:
                 raise ReplicaFailed(f"SGLang refused a request: {reply['error']}; log {self.log_file}")
         return replies
 
-    def _await(self, futures: Sequence[Future[dict[str, Any]]], rids: Sequence[str]) -> None:
+    def _await(
+        self,
+        futures: Sequence[Future[dict[str, Any]]],
+        rids: Sequence[str],
+        heard: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        index = {future: at for at, future in enumerate(futures)}
         pending = set(futures)
         while pending:
             done, pending = wait(pending, timeout=self.config.request_timeout_s, return_when=FIRST_COMPLETED)
@@ -166,6 +178,9 @@ class EngineProcess:
                     f"raise extraction.replica.request_timeout_s, or read {self.log_file}\n"
                     f"{self._log_tail()}"
                 )
+            for future in done:
+                if future.exception() is None and "error" not in future.result():
+                    heard(index[future], future.result())
             for future in done:
                 future.result()  # raises ReplicaFailed when the engine has died
 

@@ -6,7 +6,7 @@ final state *after* the last norm, i.e. what the lm_head reads.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -120,6 +120,14 @@ class Generation:
     finish_reason: str
 
 
+# Called with the index of a prompt and its response, as soon as that one is finished.
+Heard = Callable[[int, Generation], None]
+
+
+def unheard(_index: int, _generation: Generation) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Forwarded:
     """One sequence after a prefill. states: [T, len(capture_layers) + 1, H], read-only. teacher: as the replica was asked."""
@@ -155,8 +163,13 @@ class Replica(ABC):
         return [one.states for one in self.forward(batch)]
 
     @abstractmethod
-    def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
-        """One response to each prompt ([T_i] integer token ids), by the sampling of the same index."""
+    def generate(
+        self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], heard: Heard = unheard
+    ) -> list[Generation]:
+        """One response to each prompt ([T_i] integer token ids), by the sampling of the same index.
+
+        heard(index, response) is called in this thread, once for each, also when the engine fails before the others are.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ point in a folder on its path; nothing is installed. States come back as one fil
 Where there is no GPU, stand-ins for what SGLang lacks on a CPU (cpu_path/) are on the engine's path, and only there.
 """
 
+import contextlib
 import logging
 import mmap
 import secrets
@@ -27,9 +28,11 @@ from ray_jobs.replicas.engine_process import EngineProcess
 from ray_jobs.replicas.replica import (
     Forwarded,
     Generation,
+    Heard,
     Replica,
     ReplicaConfig,
     Sampling,
+    unheard,
     unpack_summary,
     validate_ids,
     validate_layers,
@@ -270,18 +273,25 @@ class SGLangReplica(Replica):
                 f"set extraction.teacher=none, or install another sglang version"
             )
 
-    def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], heard: Heard = unheard
+    ) -> list[Generation]:
         engine = self._running()
         validate_prompts(prompts, samplings, self.shape.vocab_size, engine.max_length)
         requests = [
             (np.asarray(prompt).tolist(), _sampling_params(sampling))
             for prompt, sampling in zip(prompts, samplings, strict=True)
         ]
-        generations = []
-        for reply in engine.ask(requests, "generate-", capture=False):
-            kind = finish_kind(reply, engine)
-            generations.append(Generation(np.asarray(reply["output_ids"], dtype=np.int32), kind))
-        return generations
+
+        def made(reply: dict[str, Any]) -> Generation:
+            return Generation(np.asarray(reply["output_ids"], dtype=np.int32), finish_kind(reply, engine))
+
+        def hear(at: int, reply: dict[str, Any]) -> None:
+            with contextlib.suppress(ReplicaFailed):  # an aborted one: told below, when the others have been heard
+                heard(at, made(reply))
+
+        replies = engine.ask(requests, "generate-", capture=False, heard=hear)
+        return [made(reply) for reply in replies]
 
     def describe(self) -> dict[str, Any]:
         info = self._running().info

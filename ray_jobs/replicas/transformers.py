@@ -16,9 +16,11 @@ from ray_jobs.replicas.engine_path.statehouse_teacher import summarise
 from ray_jobs.replicas.replica import (
     Forwarded,
     Generation,
+    Heard,
     Replica,
     ReplicaConfig,
     Sampling,
+    unheard,
     unpack_summary,
     validate_ids,
     validate_layers,
@@ -104,9 +106,15 @@ class TransformersReplica(Replica):
         )
         return unpack_summary(packed.cpu().numpy(), self.teacher)
 
-    def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], heard: Heard = unheard
+    ) -> list[Generation]:
         validate_prompts(prompts, samplings, self.shape.vocab_size, self.max_length)
-        return [self._respond(np.asarray(p), s) for p, s in zip(prompts, samplings, strict=True)]
+        generations = []
+        for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            generations.append(self._respond(np.asarray(prompt), sampling))
+            heard(index, generations[-1])
+        return generations
 
     def _respond(self, prompt: np.ndarray, sampling: Sampling) -> Generation:
         import torch

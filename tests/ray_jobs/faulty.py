@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import tiny
 
 from ray_jobs.filling import fill
 from ray_jobs.recipe import Recipe
-from ray_jobs.replicas.replica import Forwarded, Generation, Replica, Sampling
+from ray_jobs.replicas.replica import Forwarded, Generation, Heard, Replica, Sampling, unheard
 from ray_jobs.supervisor import Supervisor
 from ray_jobs.verifier import VerifierShape
 from ray_jobs.worker import ReplicaActor
@@ -93,8 +94,18 @@ class FaultyReplica(Replica):
             states[-1, 0, 0] = np.nan
         return Forwarded(states[:-1] if kind == "short" else states, teacher_of(ids))
 
-    def generate(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
-        return [Generation(np.asarray(prompt, np.int32), "stop") for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], heard: Heard = unheard
+    ) -> list[Generation]:
+        """The prompt backwards; a file in `folder` for each time that one is drawn."""
+        made = []
+        for at, prompt in enumerate(prompts):
+            time.sleep(self.seconds)
+            self._one(np.asarray(prompt))  # as faulty as a prefill
+            made.append(Generation(np.asarray(prompt, np.int32)[::-1], "stop"))
+            (self.folder / f"drawn-{int(prompt[0])}-{uuid.uuid4().hex}").touch()
+            heard(at, made[-1])
+        return made
 
     def describe(self) -> dict[str, Any]:
         return {"engine": "faulty", "engine_version": "1", "tp_size": 1, "engine_dtype": "bfloat16"}

@@ -57,7 +57,7 @@ def test_every_source_has_its_settings_and_every_prompt_its_seed(recipe: Make, p
         {"id": "a", "source": "numbers", "token_ids": [5] * 10},
         {"id": "b", "source": "other", "token_ids": [5] * 10},
     ]
-    (unit,) = make_units(loaded, rows, settings)
+    (unit,) = make_units(loaded, rows, settings, {"a": "h", "b": "k"}, "somewhere")
     assert [(one.temperature, one.top_p, one.max_new_tokens) for one in unit.samplings] == [
         (0.0, 0.5, 3),
         (0.9, 0.95, 150),
@@ -74,10 +74,11 @@ def test_a_driver_that_comes_later_has_the_same_units(recipe: Make) -> None:
     loaded = load_recipe(recipe(generation={"batch_size": 4}))
     settings: Any = {"s": (Sampling(), None)}
     rows = [{"id": f"{n:02}", "source": "s", "token_ids": [5]} for n in range(10)]
-    units = [unit.prompt_ids for unit in make_units(loaded, rows, settings)]
-    later = [unit.prompt_ids for unit in make_units(loaded, rows, settings, set(units[1]))]
+    hashes = {row["id"]: "h" for row in rows}
+    units = [unit.prompt_ids for unit in make_units(loaded, rows, settings, hashes, "")]
+    later = [unit.prompt_ids for unit in make_units(loaded, rows, settings, hashes, "", set(units[1]))]
     assert later == [units[0], units[2]]
-    assert [unit.prompt_ids for unit in make_units(loaded, rows, settings, {"05"})] == [
+    assert [unit.prompt_ids for unit in make_units(loaded, rows, settings, hashes, "", {"05"})] == [
         units[0],
         ["04", "06", "07"],
         units[2],
@@ -116,7 +117,7 @@ def test_a_job_that_dies_between_two_units_draws_nothing_twice(
                 if number == self.after:
                     raise KeyboardInterrupt
                 drawn.extend(unit.prompt_ids)
-                done(unit, replicas.actor.generate(unit))
+                done(unit, replicas.actor.generate(unit).value)
 
     with pytest.raises(KeyboardInterrupt):
         answer(path, monkeypatch, replicas=Dying(2))
@@ -146,6 +147,47 @@ def test_a_job_that_dies_between_two_units_draws_nothing_twice(
     assert summary["responses"] == 24
     assert summary["length_capped"] == sum(row["finish_reason"] == "length" for row in rows)
     assert summary["sources"]["numbers"]["settings"]["max_new_tokens"] == 3
+
+
+def test_a_quarantined_prompt_is_told_left_out_and_can_be_asked_again(
+    recipe: Make, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prepared(recipe(generation={"batch_size": 5, "max_new_tokens": 3}, extraction={"max_quarantined": 0.05}))
+    loaded = load_recipe(path)
+    replicas = InProcess(loaded)
+    limits: list[int] = []
+
+    class Poisoned(InProcess):
+        """The first prompt of the second unit kills every replica."""
+
+        def __init__(self, poison: bool) -> None:
+            self.poison = poison
+
+        def run(self, method: str, units: Any, done: Any, _waiting: Any, limit: int = 0) -> None:
+            limits.append(limit)
+            for number, unit in enumerate(units):
+                unit = unit.without({0: "it died\nof it"}) if self.poison and number == min(1, len(units) - 1) else unit
+                done(unit, replicas.actor.generate(unit).value)
+
+    answer(path, monkeypatch, replicas=Poisoned(True))
+    inputs, verifier = Inputs(loaded.dataset.inputs_uri), open_verifier(loaded)
+    prompts = inputs.read_prompts(loaded, verifier, "extract")
+    hashes = sampling_hashes(loaded, verifier, prompts)
+    summary = json.loads(Path(f"{inputs.uri}/generate.json").read_text())
+    (poison,) = summary["quarantined"]
+    assert (summary["quarantined"][poison], summary["responses"], summary["empty"]) == ("it died", 23, 0)
+    _, counts = compose_sequences(prompts, inputs.read_responses(hashes), inputs.uri)
+    assert (counts["generated"], counts["quarantined"], counts["empty"]) == (23, 1, 0)
+
+    answer(path, monkeypatch, replicas=Poisoned(True))  # it is not asked again unless somebody says so
+    again = argparse.Namespace(retry_quarantined=True)
+    generate.run(loaded, again, Poisoned(True))  # type: ignore[arg-type]
+    assert json.loads(Path(f"{inputs.uri}/generate.json").read_text())["quarantined"] == {poison: "it died"}
+    generate.run(loaded, again, Poisoned(False))  # type: ignore[arg-type]
+    assert limits == [1, 1, 1]
+    assert json.loads(Path(f"{inputs.uri}/generate.json").read_text())["quarantined"] == {}
+    sequences, counts = compose_sequences(prompts, inputs.read_responses(hashes), inputs.uri)
+    assert (counts["generated"], counts["quarantined"], len(sequences)) == (24, 0, 24)
 
 
 def test_a_thinking_budget_ends_a_real_verifiers_thinking(

@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ray_jobs.answers import commit, unit_key
 from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
 from ray_jobs.recipe import Recipe, load_recipe
+from ray_jobs.replicas.replica import Sampling
+from ray_jobs.thinking import Response
+from ray_jobs.units import GenerateUnit
 from storage.contract import Contract
 from storage.errors import RecipeError, StatehouseError
 
@@ -17,9 +21,14 @@ Make = Callable[..., Path]
 Prepared = Callable[[Path], Path]
 
 
-def response(prompt: str, tokens: list[int], sampling: str, finish: str = "stop") -> dict[str, object]:
-    row = {"prompt_id": prompt, "token_ids": np.array(tokens, np.int32), "finish_reason": finish}
-    return {**row, "sampling_hash": sampling, "temperature": 0.7, "top_p": 1.0, "seed": 1, "forced": None}
+def store(inputs: Inputs, sampling: str, answers: dict[str, tuple[list[int], str]]) -> bool:
+    """answers: {prompt id: (token ids, finish reason)}, of one work unit."""
+    ids, count = list(answers), len(answers)
+    drawn = [sampling] * count
+    unit = GenerateUnit(inputs.uri, unit_key(ids, drawn), ids, [], [Sampling()] * count, [None] * count, drawn)
+    return commit(
+        inputs.store, unit, {at: Response(np.array(a, np.int32), b) for at, (a, b) in enumerate(answers.values())}
+    )
 
 
 @pytest.fixture
@@ -91,13 +100,13 @@ def test_sequences_are_prompt_and_response_with_the_mask_on_the_response(ready: 
     prompts = inputs.read_prompts(ready, verifier, "extract")
     sampling = sampling_hash(ready, verifier)
     ids = prompts["id"].to_pylist()
-    assert inputs.write_responses([response(ids[0], [7, 8, 2], sampling), response(ids[1], [9], sampling, "length")])
+    store(inputs, sampling, {ids[0]: ([7, 8, 2], "stop"), ids[1]: ([9], "length")})
     with pytest.raises(StatehouseError, match="2 of 4 prompts have no response yet"):
         compose_sequences(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
-    assert inputs.write_responses([response(ids[2], [5, 2], sampling), response(ids[3], [], sampling)])
-    assert not inputs.write_responses([response(ids[2], [6, 2], sampling), response(ids[3], [1], sampling)])
+    assert store(inputs, sampling, {ids[2]: ([5, 2], "stop"), ids[3]: ([], "stop")})
+    assert not store(inputs, sampling, {ids[2]: ([6, 2], "stop"), ids[3]: ([1], "stop")})
     table, counts = compose_sequences(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
-    assert counts == {"given": 0, "generated": 3, "length_capped": 1, "empty": 1, "duplicates": 0}
+    assert counts == {"given": 0, "generated": 3, "length_capped": 1, "empty": 1, "quarantined": 0, "duplicates": 0}
     said = {tuple(np.array(row["token_ids"])[np.array(row["loss_mask"])].tolist()) for row in table.to_pylist()}
     assert said == {(7, 8, 2), (9,), (5, 2)}
     questions = dict(zip(ids, prompts["token_ids"].to_pylist(), strict=True))
@@ -109,7 +118,7 @@ def test_responses_drawn_with_other_settings_are_other_responses(ready: Recipe) 
     inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
     hotter = ready.model_copy(update={"generation": ready.generation.model_copy(update={"temperature": 1.0})})
     assert sampling_hash(hotter, verifier) != sampling_hash(ready, verifier)
-    inputs.write_responses([response("p", [1], sampling_hash(hotter, verifier))])
+    store(inputs, sampling_hash(hotter, verifier), {"p": ([1], "stop")})
     assert inputs.read_responses({"p": sampling_hash(ready, verifier)}) == {}
 
 

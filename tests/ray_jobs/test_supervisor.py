@@ -16,6 +16,10 @@ import numpy as np
 import pytest
 from faulty import TRIED, Case, wait_for
 
+from ray_jobs.answers import read_rows, unit_key
+from ray_jobs.replicas.replica import Sampling
+from ray_jobs.thinking import Response
+from ray_jobs.units import GenerateUnit
 from storage import open_dataset
 from storage.errors import DatasetNotSealed, ReplicaFailed, StatehouseError
 from storage.objects import open_store
@@ -220,6 +224,48 @@ def test_reference_states_that_went_with_their_node_cost_the_check_and_no_replic
     counts = supervisor.counts()
     assert (counts["restarts"], counts["retries"] > 0) == (0, True)
     assert not any(one.receipt.self_check for one in _receipts(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["crash", "fail"])
+def test_of_a_units_answers_only_the_poison_prompt_is_lost_and_none_is_drawn_twice(tmp_path: Path, kind: str) -> None:
+    case = Case(tmp_path, replicas=2, max_attempts=2)
+    prompts = [np.array([at if at != 7 else 901, 5, 6], np.int32) for at in range(24)]
+    ids = [f"p{at}" for at in range(24)]
+    units = []
+    for low in (0, 12):
+        some = ids[low : low + 12]
+        units.append(
+            GenerateUnit(
+                case.uri,
+                unit_key(some, ["h"]),
+                some,
+                prompts[low : low + 12],
+                [Sampling()] * 12,
+                [None] * 12,
+                ["h"] * 12,
+            )
+        )
+    given: dict[str, list[int]] = {}
+    quarantined: dict[str, str] = {}
+
+    def done(unit: GenerateUnit, answers: dict[int, Response]) -> None:
+        given.update({unit.prompt_ids[at]: one.token_ids.tolist() for at, one in answers.items()})
+        quarantined.update({unit.prompt_ids[at]: why for at, why in unit.quarantined.items()})
+
+    with case.supervisor({901: (kind, 1000)}, seconds=0.05) as supervisor:
+        supervisor.run("generate", units, done, lambda _: None, 1)
+        restarts = supervisor.counts()["restarts"]
+    assert list(quarantined) == ["p7"]
+    assert ("it died" if kind == "crash" else "the engine died") in quarantined["p7"]
+    assert given == {key: prompt[::-1].tolist() for key, prompt in zip(ids, prompts, strict=True) if key != "p7"}
+    rows = [row for key in open_store(case.uri).sizes("responses") for row in read_rows(open_store(case.uri), key)]
+    assert sorted(row["prompt_id"] for row in rows) == sorted(ids)
+    assert {row["prompt_id"] for row in rows if row["reason"]} == {"p7"}
+    assert not open_store(case.uri).sizes("parts")
+    drawn = len(list((tmp_path / "flags").glob("drawn-*")))
+    assert 23 <= drawn <= 23 + restarts  # of what a killed process was just about to store
+    TRIED[f"poison prompt, {kind}, while answering", "quarantined, no other answer lost"] += 1
 
 
 def _folder(tmp_path: Path) -> Path:

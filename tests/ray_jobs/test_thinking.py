@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_jobs.replicas.replica import Generation, Sampling
-from ray_jobs.thinking import Budget, one_token, respond
-from storage.errors import RecipeError
+from ray_jobs.replicas.replica import Generation, Heard, Sampling, unheard
+from ray_jobs.thinking import Budget, Response, one_token, respond
+from storage.errors import RecipeError, ReplicaFailed
 
 BEGIN, END, EOS, WORD = 1, 2, 3, 9
 
@@ -30,14 +30,17 @@ class Thinker:
         after = len(said) - said.index(END) - 1
         return WORD if after < self.words else EOS
 
-    def __call__(self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling]) -> list[Generation]:
+    def __call__(
+        self, prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], heard: Heard = unheard
+    ) -> list[Generation]:
         self.rounds += 1
         found = []
-        for prompt, sampling in zip(prompts, samplings, strict=True):
+        for at, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             said = prompt.tolist()
             while said[-1] != EOS and len(said) - len(prompt) < sampling.max_new_tokens:
                 said.append(self.next(said))
             found.append(Generation(np.array(said[len(prompt) :], np.int32), "stop" if said[-1] == EOS else "length"))
+            heard(at, found[-1])
         return found
 
 
@@ -87,3 +90,27 @@ def test_a_mark_that_is_no_single_token_is_named() -> None:
     assert one_token(Letters(), "x", "generation.stop") == ord("x")
     with pytest.raises(RecipeError, match="generation.stop: expected a single token .* found 'xy', which is 2"):
         one_token(Letters(), "xy", "generation.stop")
+
+
+def test_what_is_finished_is_told_before_the_engine_fails_at_the_rest() -> None:
+    thinker = Thinker(8, 2)
+    told: dict[int, Response] = {}
+
+    def fails_in_its_second_round(
+        prompts: Sequence[np.ndarray], samplings: Sequence[Sampling], heard: Heard
+    ) -> list[Generation]:
+        if thinker.rounds:
+            raise ReplicaFailed("the engine died")
+        return thinker(prompts, samplings, heard)
+
+    prompts, samplings = [np.array([5], np.int32)] * 3, [Sampling(max_new_tokens=30)] * 3
+    budgets = [None, Budget(3, BEGIN, END), Budget(20, BEGIN, END)]
+    with pytest.raises(ReplicaFailed):
+        respond(fails_in_its_second_round, prompts, samplings, budgets, told.__setitem__)
+    assert sorted(told) == [0, 2]
+    thinker.rounds = 0
+    whole = respond(thinker, prompts, samplings, budgets, lambda at, one: told.update({at: one}))
+    assert sorted(told) == [0, 1, 2]
+    assert all(
+        (told[at].token_ids == one.token_ids).all() and told[at].forced == one.forced for at, one in enumerate(whole)
+    )
