@@ -70,6 +70,11 @@ class Run:
         identity: dict[str, Any] = self._document()["identity"]
         return identity
 
+    def provenance(self) -> dict[str, Any]:
+        """What the run came from, as whoever started it said. Raises DrafterError when there is no run here."""
+        provenance: dict[str, Any] = self._document().get("provenance") or {}
+        return provenance
+
     def id(self) -> str:
         """Of this run, and no other that was or will be here. Raises DrafterError when there is no run here."""
         return str(self._document().get("id", ""))

@@ -33,6 +33,8 @@ from ray_jobs.inputs import Inputs, open_verifier
 from ray_jobs.measuring import (
     held_out_sequences,
     load_drafter,
+    measured_as,
+    other_datasets,
     require_held_out,
     section_of,
     untrained,
@@ -285,6 +287,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     prompts = Inputs(recipe.dataset.inputs_uri).read_prompts(recipe, verifier, "evaluate")
     held = held_out_sequences(dataset, prompts, recipe.evaluation)
     lengths = dataset.sequences["length"].to_numpy().astype(np.int64)
+    others = other_datasets(trained, dataset)
     job.log.info(
         "evaluate start run=%s held_out=%d tokens=%s%s",
         trained.uri,
@@ -299,8 +302,9 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         "run": trained.uri,
         "identity": trained.identity(),
         "dataset": {"uri": dataset.uri, "fingerprint": dataset.fingerprint},
+        "evaluation": measured_as(recipe),
         "temperature": recipe.generation.temperature,
-        "left_out": {"given": held.given, "unknown": held.unknown},
+        "left_out": {"given": held.given, "unknown": held.unknown, "datasets": others},
         "untrained_seed": untrained_seed(recipe),
         "sources": summary,
         "provenance": provenance(recipe),
@@ -314,7 +318,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     else:
         trained.store.delete(WALKS)  # of an earlier evaluation: it would not belong to this one
     Console(width=None if Console().is_terminal else 150).print(render(summary, draft_lengths))
-    _explain(summary["all"], recipe, held.left_out)
+    _explain(summary["all"], recipe, held.left_out, others)
     longest = str(draft_lengths[-1])
     taus = {name: one["tau"][longest]["tau"] for name, one in summary["all"]["drafters"].items()}
     job.log.info(
@@ -326,7 +330,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     )
 
 
-def _explain(every: dict[str, Any], recipe: Recipe, left_out: str) -> None:
+def _explain(every: dict[str, Any], recipe: Recipe, left_out: str, others: Sequence[str]) -> None:
     """What bounds these numbers, in words."""
     longest = str(max(recipe.evaluation.draft_lengths))
     ceiling = every["drafters"][CEILING]["tau"][longest]["tau"]
@@ -339,6 +343,11 @@ def _explain(every: dict[str, Any], recipe: Recipe, left_out: str) -> None:
     )
     if left_out:
         print(f"Left out of the held-out sequences: {left_out}.")
+    if others:
+        print(
+            f"Measured on {recipe.dataset.uri} alone. The run was trained on {', '.join(others)}, too: what is held out "
+            f"of those counts in the run's held-out loss, and in no τ."
+        )
 
 
 if __name__ == "__main__":

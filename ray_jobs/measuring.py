@@ -76,6 +76,16 @@ def held_out_sequences(dataset: Dataset, prompts: pa.Table, evaluation: Evaluati
     return found
 
 
+def measured_as(recipe: Recipe) -> dict[str, Any]:
+    """The settings that `evaluate` measures by; with others it is another evaluation of the same run."""
+    evaluation = recipe.evaluation
+    return {
+        "draft_lengths": sorted(set(evaluation.draft_lengths)),
+        "held_out": evaluation.held_out,
+        "seed": evaluation.seed,
+    }
+
+
 def require_held_out(run: Run, evaluation: EvaluationConfig) -> None:
     """Raises StatehouseError when the run was trained on sequences that this recipe calls held out."""
     trained = run.identity().get("evaluation") or {}
@@ -85,6 +95,13 @@ def require_held_out(run: Run, evaluation: EvaluationConfig) -> None:
             f"{run.uri}: trained with evaluation.held_out={share} and evaluation.seed={seed}, so it has seen some of what "
             f"held_out={evaluation.held_out:g} and seed={evaluation.seed} hold out; set them as they were in training"
         )
+
+
+def other_datasets(run: Run, dataset: Dataset) -> list[str]:
+    """What else than this dataset the run was trained on: URIs as they were then, or fingerprints."""
+    where = {one["fingerprint"]: one["uri"] for one in run.provenance().get("datasets", [])}
+    found = [where.get(one, one[:12]) for one in run.identity().get("datasets", {}) if one != dataset.fingerprint]
+    return [uri for uri in found if uri != dataset.uri]  # repaired since, it has another fingerprint
 
 
 # ---- drafters ------------------------------------------------------------------------------------------------------

@@ -33,10 +33,11 @@ from rich.table import Table
 from drafter.claim import finished
 from drafter.run import EVALUATION, RUN, SUMMARY
 from drafter.sources import Request, open_sources
+from ray_jobs.measuring import measured_as
 from ray_jobs.recipe import Recipe, load_recipe
 from ray_jobs.train import request_of
 from storage.errors import RecipeError, StatehouseError
-from storage.objects import open_store
+from storage.objects import ObjectMissing, open_store
 from storage.runs import FoundRun, read_run
 from vocab.mapping import HEADER
 
@@ -89,8 +90,13 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
         label = "-".join(f"{key.rsplit('.', 1)[-1]}-{_plain(value)}" for key, value in settings.items())
         name = f"{base.training.run or base.name}-{label}"
         changed = [*fixed, *(f"{key}={json.dumps(value)}" for key, value in settings.items()), f"training.run={name}"]
-        if any(key.startswith("vocab.") for key in settings):  # a vocabulary of its own, one for all that agree on it
-            made_of = {key: value for key, value in settings.items() if _makes_vocabulary(key)} | same
+        if made_of := {key: value for key, value in settings.items() if _makes_vocabulary(key)} | same:
+            # A vocabulary of its own, one for all that agree on it; the recipe's is of the recipe's own settings.
+            if "training.draft_vocabulary" in settings or base.training.draft_vocabulary is not None:
+                raise RecipeError(
+                    f"sweep: {', '.join(made_of)} makes another draft vocabulary, and training.draft_vocabulary names "
+                    f"one: leave one of them out"
+                )
             own = "-".join(f"{key.removeprefix('vocab.')}-{_plain(value)}" for key, value in made_of.items())
             changed.append(f"training.draft_vocabulary={base.dataset.vocab_uri}/{own}")
         arms.append(Arm(name, settings, changed, load_recipe(path, changed)))
@@ -118,9 +124,20 @@ def steps_left(arm: Arm, evaluate: bool) -> list[str]:
         if not open_store(arm.recipe.vocab_uri).exists(HEADER):
             left.append("coverage")
         left.append("train")
-    if evaluate and (left or not run.exists(EVALUATION)):
+    if evaluate and (left or not is_evaluated(arm)):
         left.append("evaluate")
     return left
+
+
+def is_evaluated(arm: Arm) -> bool:
+    """Whether the run was measured as the arm asks for it: an evaluation of other draft lengths is none."""
+    try:
+        found = json.loads(open_store(arm.recipe.run_uri).get(EVALUATION))
+    except ObjectMissing:
+        return False
+    except ValueError:  # torn: measured again
+        return False
+    return isinstance(found, dict) and found.get("evaluation") == measured_as(arm.recipe)
 
 
 def require_own(arm: Arm) -> None:
@@ -214,7 +231,7 @@ def compare(arms: Sequence[Arm], others: Container[str] = ()) -> list[dict[str, 
                 "run": run.uri,
                 "finished": run.summary is not None,
                 "datasets": run.datasets,
-                "tau": run.tau,
+                "tau": run.tau if run.tau and is_evaluated(arm) else None,
                 "held_out_loss": summary.get("loss_after"),
                 "accuracy": summary.get("accuracy_after"),
                 "updates": summary.get("updates"),

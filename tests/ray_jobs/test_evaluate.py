@@ -123,6 +123,20 @@ def copied(made: TinyRun, tmp_path: Path) -> Path:
     return uri
 
 
+def test_a_run_of_several_datasets_says_which_of_them_were_not_measured(
+    made: TinyRun, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((copied / "run.json").read_text())
+    document["identity"]["datasets"]["f" * 64] = 0.5
+    document["provenance"] = {"datasets": [{"uri": "s3://states/other", "fingerprint": "f" * 64}]}
+    (copied / "run.json").write_text(json.dumps(document))
+    evaluated(made, f"training.run={copied.name}")
+    found = json.loads((copied / EVALUATION).read_text())
+    assert found["left_out"]["datasets"] == ["s3://states/other"]
+    assert "The run was trained on s3://states/other, too" in capsys.readouterr().out
+    assert json.loads(made.run.store.get(EVALUATION))["left_out"]["datasets"] == []
+
+
 def test_a_run_without_a_finished_drafter_is_named(made: TinyRun, copied: Path) -> None:
     shutil.rmtree(copied / "drafter")
     with pytest.raises(DrafterError, match="no finished drafter"):

@@ -17,8 +17,10 @@ from tiny_training import Tiny, changed, make_tiny
 from drafter.claim import claim
 from drafter.session import train
 from drafter.sources import open_sources
+from ray_jobs.measuring import measured_as
 from ray_jobs.sweep import compare, main, plan_arms, steps_left
 from storage.errors import RecipeError
+from storage.objects import open_store
 
 if TYPE_CHECKING:
     from tiny_run import TinyRun
@@ -49,6 +51,12 @@ def test_arms_are_all_combinations_each_a_run_with_a_vocabulary_of_its_own_where
     assert list(uris.values()) == [
         "size-16", "size-16", "size-16-evaluation.seed-1", "size-16-evaluation.seed-1-evaluation.held_out-0.3",
     ]  # fmt: skip
+    # A fixed key that makes another vocabulary is no reason to take the recipe's.
+    fixed = plan_arms(path, ["training.lr=[1e-3,2e-3]", "vocab.size=16", "evaluation.seed=1"])
+    assert {arm.recipe.vocab_uri.rsplit("/", 1)[-1] for arm in fixed} == {"size-16-evaluation.seed-1"}
+    assert {arm.recipe.vocab.size for arm in fixed} == {16}
+    (plain,) = {arm.recipe.vocab_uri for arm in plan_arms(path, ["training.lr=[1e-3,2e-3]"])}
+    assert plain == f"{tiny.root}/dataset-vocab"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,7 @@ def test_arms_are_all_combinations_each_a_run_with_a_vocabulary_of_its_own_where
         (["training.lrr=[1e-3,2e-3]"], "unknown key 'training.lrr'"),
         (["training.lr=[1e-3,-1]"], "training.lr"),
         (["vocab.size=[4096,8192"], "the value is not YAML; quote it"),
+        (["vocab.size=[16,32]", "training.draft_vocabulary=a"], "leave one of them out"),
     ],
 )
 def test_what_is_no_sweep_is_one_line(
@@ -86,6 +95,16 @@ def test_the_table_compares_what_is_there(tiny: Tiny, tmp_path: Path, capsys: py
     assert steps_left(arms[0], evaluate=False) == ["train"]
     assert steps_left(arms[1], evaluate=False) == []
     assert steps_left(arms[1], evaluate=True) == ["evaluate"]
+    # What was measured at other draft lengths is no answer.
+    taus = {"all": {"drafters": {"drafter": {"tau": {"3": {"tau": 1.5}}}}}}
+    measured = {"sources": taus, "evaluation": measured_as(arms[1].recipe)}
+    open_store(arms[1].recipe.run_uri).put("evaluation.json", json.dumps(measured).encode())
+    other = tmp_path / "other.yaml"
+    other.write_text(Path(path).read_text().replace("held_out: 0.2", "held_out: 0.2\n  draft_lengths: [1, 5]"))
+    for one, left, tau in (path, [], {"3": 1.5}), (str(other), ["evaluate"], None):
+        (_, arm) = plan_arms(one, settings)
+        assert steps_left(arm, evaluate=True) == left
+        assert compare([arm])[0]["tau"] == tau
     rows = compare(arms)
     assert [row["finished"] for row in rows] == [False, True]
     assert rows[1]["parameters"]["trained"] > 0
