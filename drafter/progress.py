@@ -38,6 +38,11 @@ class Progress:
         finite = [one for one in self.evaluations if one["update"] and math.isfinite(one["loss"])]
         return min(finite, key=lambda one: one["loss"], default=None)
 
+    def without_gain(self) -> int:
+        """Evaluations since the best one; those before any training do not count."""
+        trained, best = [one["update"] for one in self.evaluations if one["update"]], self.best()
+        return len(trained) - (trained.index(best["update"]) + 1 if best else 0)
+
     def summary(self) -> dict[str, Any]:
         """What a finished run says of its way."""
         before, after = (self.evaluations[at] if self.evaluations else {} for at in (0, -1))

@@ -132,6 +132,8 @@ class TrainingSection(BaseModel):
     loader: LoaderSection = LoaderSection()
     # Updates between two evaluations on the held-out sequences; None: one an epoch.
     evaluate_every: int | None = Field(default=None, gt=0)
+    # Evaluations in a row without a lower held-out loss after which the run ends early; None: it never does.
+    patience: int | None = Field(default=None, gt=0)
     # Updates between two checkpoints, and how many of the newest are kept, beside the best by held-out loss.
     checkpoint_every: int = Field(default=200, gt=0)
     keep_checkpoints: int = Field(default=2, gt=0)
@@ -167,7 +169,7 @@ class TrainingSection(BaseModel):
 # fingerprints, and the draft vocabulary by its hash, elsewhere in a run's identity.)
 _HOW_IT_RUNS = (
     "run", "workers", "min_workers", "gpus_per_worker", "cpus_per_worker", "parallel", "datasets", "draft_vocabulary",
-    "micro_batch_tokens", "recompute", "compile", "max_skipped", "bad_shards", "loader", "evaluate_every",
+    "micro_batch_tokens", "recompute", "compile", "max_skipped", "bad_shards", "loader", "evaluate_every", "patience",
     "checkpoint_every", "keep_checkpoints", "keep_best", "export", "trackers", "max_failures",
     "tokens_per_second",
 )  # fmt: skip

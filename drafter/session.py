@@ -11,13 +11,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drafter.batch import PackedBatch, Planes
 from drafter.cache import cached_opener
 from drafter.checkpoint import Snapshot, Writer
 from drafter.claim import drafter_config
@@ -109,9 +109,9 @@ class Session:
             if self._updates(stop):
                 self._checkpoint_end()
                 return None
-            if self.progress.evaluations and self.progress.evaluations[-1]["update"] < self.total:
+            if self.progress.evaluations and self.progress.evaluations[-1]["update"] < self.progress.update:
                 self._evaluate()
-            if self.saved < self.total:  # else it was stopped right behind its last checkpoint
+            if self.saved < self.progress.update:  # else it was stopped right behind its last checkpoint
                 self._checkpoint()
             self._checkpoint_end()
             summary = self._finish()
@@ -122,17 +122,20 @@ class Session:
             self.journal.close()
 
     def _updates(self, stop: Callable[[], bool]) -> bool:
-        """All updates that are left. Returns whether it was stopped before the last; then a checkpoint is on its way."""
+        """All updates that are left, or until training.patience ends. Returns whether it was stopped on the way."""
         progress, settings = self.progress, self.settings
         began, seconds_before = time.monotonic(), progress.seconds
         last_line, last_update, positions, first = began, began, 0, progress.update
         tokens_at_start, waited_at_start, seen = progress.tokens, progress.waited_s, Counts()
         with self._loader(self._own_micro_batches(first)) as loader:
             for update in range(first, self.total):
+                if settings.patience is not None and progress.without_gain() >= settings.patience:
+                    self._log("train ends early update=%d/%d patience=%d", update, self.total, settings.patience)
+                    break
                 chosen, tokens = self._batches(update)
                 lr = learning_rate(update, self.total, settings)
                 own = len(chosen[self.team.rank :: self.team.world])
-                measured = self.trainer.update((_take(loader) for _ in range(own)), lr)
+                measured = self.trainer.update(islice(loader, own), lr)
                 positions += measured.positions
                 counts = loader.counts()
                 stopping, failed, loading = self._tell(stop(), counts.since(seen))
@@ -230,11 +233,12 @@ class Session:
         """Puts the drafter and the summary; all workers return the latter."""
         progress, sources = self.progress, self.sources
         summary = progress.summary() | {
-            "updates": self.total,
+            "updates": progress.update,
+            "ended_early": progress.update < self.total,
             "epochs": self.settings.epochs,
             "sequences": sources.sequences(sources.training_items),
             "held_out_sequences": sources.sequences(sources.held_items),
-            "exported": self.total,
+            "exported": progress.update,
             "workers": self.team.world,
             "parameters": parameter_counts(self.trainer.drafter),
             "draft_vocab_size": sources.vocabulary.size,
@@ -243,9 +247,9 @@ class Session:
         error = None
         try:
             if self.team.rank == 0:
-                if self.settings.export == "best" and best and best["update"] != self.total:
-                    found = self._best_weights(best["update"])
-                    weights, summary["exported"] = (found, best["update"]) if found else (weights, self.total)
+                wanted = best["update"] if self.settings.export == "best" and best else progress.update
+                if wanted != progress.update and (found := self._best_weights(wanted)):
+                    weights, summary["exported"] = found, wanted
                 self._patiently(lambda: self._put_results(weights, summary))
         except StatehouseError as caught:
             error = caught
@@ -389,9 +393,3 @@ class Session:
     def _log(self, message: str, *parts: object) -> None:
         if self.team.rank == 0:
             log.info(message, *parts)
-
-
-def _take(loader: Loader) -> PackedBatch | Planes:
-    batch = loader.next()
-    assert batch is not None  # as many as the sampler dealt out
-    return batch

@@ -158,9 +158,20 @@ def open_sources(request: Request, open_one: Callable[[str], Dataset] = open_dat
             f"{uri}: no loss tokens to train on: {len(items.row)} sequences, {int(held.sum())} of them held out, "
             f"and no other with two loss tokens or more; check the prompts' loss masks, or lower evaluation.held_out"
         )
+    if not (teaches & held).any():
+        _require_no_judge(request.training, uri)
     chosen = (np.flatnonzero(teaches & side).astype(np.int64) for side in (~held, held))
     check_lengths(items.length[teaches], request.training.micro_batch_tokens)
     return Sources(mixture, vocabulary, items, *chosen)
+
+
+def _require_no_judge(training: TrainingSection, uri: str) -> None:
+    """Raises DrafterError for settings that go by the held-out loss, where there is none."""
+    if training.export == "best" or training.patience is not None:
+        name = "export: expected last" if training.export == "best" else "patience: expected none"
+        raise DrafterError(
+            f"training.{name}, since none of the sequences of {uri} is held out to judge by; raise evaluation.held_out"
+        )
 
 
 def _open_mixture(request: Request, open_one: Callable[[str], Dataset]) -> Mixture:

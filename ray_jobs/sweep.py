@@ -224,6 +224,9 @@ def compare(arms: Sequence[Arm], others: Container[str] = ()) -> list[dict[str, 
         store = open_store(arm.recipe.run_uri)
         run = read_run(store) if arm.name not in others and store.exists(RUN) else FoundRun(store.uri)
         summary = run.summary or {}
+        of_drafter = {"loss": summary.get("loss_after"), "accuracy": summary.get("accuracy_after")}
+        if (best := summary.get("best")) and best["update"] == summary.get("exported"):
+            of_drafter = best
         rows.append(
             {
                 "arm": arm.name,
@@ -232,8 +235,8 @@ def compare(arms: Sequence[Arm], others: Container[str] = ()) -> list[dict[str, 
                 "finished": run.summary is not None,
                 "datasets": run.datasets,
                 "tau": run.tau if run.tau and is_evaluated(arm) else None,
-                "held_out_loss": summary.get("loss_after"),
-                "accuracy": summary.get("accuracy_after"),
+                "held_out_loss": of_drafter.get("loss"),
+                "accuracy": of_drafter.get("accuracy"),
                 "updates": summary.get("updates"),
                 "tokens": summary.get("tokens"),
                 "seconds": summary.get("seconds"),

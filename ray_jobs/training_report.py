@@ -99,7 +99,9 @@ def report_html(run: Run, metrics: Sequence[dict[str, Any]], summary: dict[str, 
     evaluations = (summary or {}).get("evaluations", [])
     rows = {
         "run": run.uri,
-        "state": "finished" if summary else f"at update {len(metrics)}",
+        "state": ("ended early" if summary.get("ended_early") else "finished")
+        if summary
+        else f"at update {len(metrics)}",
         "datasets": ", ".join(f"{print_[:12]} x {weight:g}" for print_, weight in identity.get("datasets", {}).items()),
         "draft vocabulary": str(identity.get("draft_vocabulary", ""))[:12],
     }

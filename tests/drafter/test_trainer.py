@@ -54,15 +54,6 @@ def test_the_loss_falls_and_the_drafter_is_there_for_the_server(tiny: Tiny, tmp_
     assert summary["tokens"] == sum(line["tokens"] for line in lines)
 
 
-def test_held_out_sequences_are_never_trained_on(tiny: Tiny) -> None:
-    session = Session(tiny.request("held"), Team())
-    sources = session.sources
-    assert len(sources.held_items) > 3
-    trained = {int(item) for update in range(session.total) for part in session._batches(update)[0] for item in part}
-    assert trained == set(sources.training_items.tolist())
-    assert not trained & set(sources.held_items.tolist())
-
-
 @pytest.mark.parametrize("mode", ["initialised", "frozen"])
 def test_a_head_of_the_verifiers_rows(tiny: Tiny, mode: str) -> None:
     request = tiny.request(mode, {"lm_head": mode}, epochs=1)
@@ -161,33 +152,6 @@ def test_muon_learns_and_resumes_in_the_same_bits(tiny: Tiny) -> None:
     assert whole_run(cut, stop=after(5)) is None
     whole_run(cut)
     assert all(torch.equal(exported(cut)[name], one) for name, one in exported(undisturbed).items())
-
-
-def test_held_out_loss_every_few_updates_and_the_best_becomes_the_drafter(tiny: Tiny) -> None:
-    # So high a rate that the first updates, bad as they are, are the best: 22 nats after two, 50 to 90 after that.
-    request = tiny.request(
-        "best",
-        epochs=6,
-        lr=1.0,
-        betas=(0.0, 0.5),
-        warmup=0.0,
-        min_lr_share=1.0,
-        evaluate_every=2,
-        checkpoint_every=100,
-        export="best",
-    )
-    summary = whole_run(request)
-    assert summary is not None
-    at = [one["update"] for one in summary["evaluations"]]
-    assert at[:4] == [0, 2, 4, 6]
-    assert at[-1] == summary["updates"]
-    best = min((one for one in summary["evaluations"] if one["update"]), key=lambda one: one["loss"])
-    assert summary["best"]["update"] == best["update"] == summary["exported"] < summary["updates"]
-    run = Run(request.run)
-    assert best["update"] in run.checkpoints.updates()
-    session = Session(request, Team())
-    kept = run.checkpoints.load(best["update"], session.trainer.shapes())[1].model
-    assert torch.equal(exported(request)["fc.weight"], kept["fc.weight"])
 
 
 def test_a_damaged_shard_ends_the_run_with_its_name_or_is_skipped_and_counted(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Held-out sequences: never trained on, and what goes by their loss: the best checkpoint, and when a run ends early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import Tiny, after, changed, exported, whole_run
+
+from drafter.errors import DrafterError
+from drafter.run import Run
+from drafter.session import Session
+from drafter.sources import open_sources
+from drafter.team import Team
+
+
+def test_held_out_sequences_are_never_trained_on(tiny: Tiny) -> None:
+    session = Session(tiny.request("held"), Team())
+    sources = session.sources
+    assert len(sources.held_items) > 3
+    trained = {int(item) for update in range(session.total) for part in session._batches(update)[0] for item in part}
+    assert trained == set(sources.training_items.tolist())
+    assert not trained & set(sources.held_items.tolist())
+
+
+def test_held_out_loss_every_few_updates_and_the_best_becomes_the_drafter(tiny: Tiny) -> None:
+    # So high a rate that the first updates, bad as they are, are the best: 22 nats after two, 50 to 90 after that.
+    request = tiny.request(
+        "best",
+        epochs=6,
+        lr=1.0,
+        betas=(0.0, 0.5),
+        warmup=0.0,
+        min_lr_share=1.0,
+        evaluate_every=2,
+        checkpoint_every=100,
+        export="best",
+    )
+    summary = whole_run(request)
+    assert summary is not None
+    at = [one["update"] for one in summary["evaluations"]]
+    assert at[:4] == [0, 2, 4, 6]
+    assert at[-1] == summary["updates"]
+    best = min((one for one in summary["evaluations"] if one["update"]), key=lambda one: one["loss"])
+    assert summary["best"]["update"] == best["update"] == summary["exported"] < summary["updates"]
+    run = Run(request.run)
+    assert best["update"] in run.checkpoints.updates()
+    session = Session(request, Team())
+    kept = run.checkpoints.load(best["update"], session.trainer.shapes())[1].model
+    assert torch.equal(exported(request)["fc.weight"], kept["fc.weight"])
+
+    # With patience it ends where nothing better came for so long, also when it is stopped right there and carried on.
+    early = changed(request, run=f"{tiny.root}/early", training=request.training.model_copy(update={"patience": 2}))
+    ends = best["update"] + 4
+    assert whole_run(early, stop=after(ends)) is None
+    ended = whole_run(early)
+    assert ended is not None
+    assert (ended["updates"], ended["ended_early"], ended["exported"]) == (ends, True, best["update"])
+    assert torch.equal(exported(early)["fc.weight"], kept["fc.weight"])
+    assert summary["ended_early"] is False
+
+
+@pytest.mark.parametrize("setting", [{"export": "best"}, {"patience": 3}])
+def test_what_goes_by_the_held_out_loss_is_refused_where_nothing_is_held_out(
+    tiny: Tiny, setting: dict[str, Any]
+) -> None:
+    request = changed(tiny.request("judged", **setting), held_out=0.0)
+    with pytest.raises(DrafterError, match="raise evaluation.held_out"):
+        open_sources(request)
