@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import os
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+# A share that never reaches the whole.
+_Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DrafterSection(BaseModel):
@@ -46,9 +50,14 @@ class MixedDataset(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    uri: str
+    uri: str = Field(min_length=1)
     # How often an epoch passes over it; 0.5 takes a half of it, which moves on with every epoch.
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1000)
+
+    @field_validator("uri")
+    @classmethod
+    def _as_dataset_uri_is_written(cls, uri: str) -> str:
+        return os.path.expanduser(uri.rstrip("/"))
 
 
 class SequenceFilter(BaseModel):
@@ -60,6 +69,12 @@ class SequenceFilter(BaseModel):
     # In tokens, bounds included.
     min_length: int | None = Field(default=None, gt=0)
     max_length: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> Self:
+        if self.min_length is not None and self.max_length is not None and self.min_length > self.max_length:
+            raise ValueError(f"min_length is {self.min_length}, above max_length, {self.max_length}: none is left")
+        return self
 
 
 class LoaderSection(BaseModel):
@@ -74,7 +89,7 @@ class LoaderSection(BaseModel):
     # host: the processor joins the byte planes. device: the GPU does.
     decode: Literal["host", "device"] = "host"
     # A folder on a local disk that keeps what was fetched, for later epochs; workers of a node share it.
-    cache: str | None = None
+    cache: str | None = Field(default=None, min_length=1)
     cache_bytes: int = Field(default=100 << 30, gt=0)
     # Seconds that a store which fails is asked again, before the run ends.
     patience_s: float = Field(default=120.0, ge=0)
@@ -92,7 +107,7 @@ class TrainingSection(BaseModel):
     # With fewer nodes than that, as few workers as this go on, and more join when nodes come back; None: all or none.
     min_workers: int | None = Field(default=None, gt=0)
     gpus_per_worker: int = Field(default=0, ge=0, le=1)
-    cpus_per_worker: int = Field(default=1, gt=0)
+    cpus_per_worker: int = Field(default=1, gt=0, le=1024)
     # Where weights, gradients and optimiser lie: whole on every worker, or a share on each (FSDP2).
     parallel: Literal["replicate", "shard"] = "replicate"
     # Other datasets of the same contract, beside dataset.uri (name it here, too, to give it a weight).
@@ -117,10 +132,10 @@ class TrainingSection(BaseModel):
     warmup: float = Field(default=0.02, ge=0, lt=1)
     min_lr_share: float = Field(default=0.0, ge=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Share, _Share] = (0.9, 0.95)
     # Largest norm of the gradient.
     clip: float = Field(default=0.5, gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     # Compute the MLP again in the backward pass instead of keeping what it held: less memory, a sixth more time.
     recompute: bool = False
     # torch.compile of the decoder layer: the first updates take a minute longer.

@@ -176,9 +176,9 @@ def _require_no_judge(training: TrainingSection, uri: str) -> None:
 
 def _open_mixture(request: Request, open_one: Callable[[str], Dataset]) -> Mixture:
     """request.dataset with the others of training.datasets. Raises StatehouseError."""
-    named = {request.dataset: 1.0}
+    named = {open_store(request.dataset).uri: 1.0}
     for one in request.training.datasets:
-        named[one.uri] = one.weight  # the first one may be named again, to weigh it
+        named[open_store(one.uri).uri] = one.weight  # the first one may be named again, to weigh it
     datasets = [open_one(uri) for uri in named]
     wanted = request.training.filter
     known = [set(pc.unique(dataset.sequences["source"]).to_pylist()) for dataset in datasets]

@@ -168,13 +168,14 @@ def require_resources(settings: TrainingSection) -> None:
 def request_of(recipe: Recipe) -> dict[str, Any]:
     """The fields of `drafter.sources.Request`, with the verifier as this machine has it and absolute URIs."""
     folder = resolve_verifier(recipe.verifier.model, revision=recipe.verifier.revision)
+    mixed = tuple(one.model_copy(update={"uri": open_store(one.uri).uri}) for one in recipe.training.datasets)
     return {
         "dataset": open_store(recipe.dataset.uri).uri,
         "vocabulary": open_store(recipe.vocab_uri).uri,
         "run": open_store(recipe.run_uri).uri,
         "verifier": str(folder),
         "drafter": recipe.drafter,
-        "training": recipe.training,
+        "training": recipe.training.model_copy(update={"datasets": mixed}),
         "held_out": recipe.evaluation.held_out,
         "split_seed": recipe.evaluation.seed,
         "provenance": provenance(recipe),

@@ -122,17 +122,18 @@ class Mixture:
                 raise StatehouseError(
                     f"{part.uri}: weight {part.weight:g}, expected more than 0; leave the dataset out"
                 )
-            kept = part.where.keep(dataset.sequences, dataset.uri)
+            kept = np.flatnonzero(part.where.keep(dataset.sequences, dataset.uri)).tolist()
             ids, rows = dataset.sequences["id"].to_pylist(), []
-            for row in np.flatnonzero(kept).tolist():
+            for row in kept:
                 if ids[row] in seen:
                     self.duplicates += 1
                 else:
                     rows.append(row)
                     seen.add(ids[row])
             if not rows:
+                why = "is new: they lie in the datasets before it" if kept else "is left by its filter"
                 raise StatehouseError(
-                    f"{part.uri}: no sequence of {len(dataset)} is left by its filter; widen it or leave the dataset out"
+                    f"{part.uri}: no sequence of {len(dataset)} {why}; widen the filter or leave the dataset out"
                 )
             table = dataset.sequences.take(rows)
             table = table.append_column("dataset", pa.array(np.full(len(rows), number, np.int32)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,11 @@ def test_a_run_on_a_mixture_trains_and_names_its_datasets(tiny: Tiny, second: st
         claim(other, open_sources(other))
 
 
-def test_the_recipes_own_dataset_can_be_weighed(tiny: Tiny) -> None:
-    request = with_training(tiny, datasets=[{"uri": f"{tiny.root}/dataset", "weight": 0.5}])
+def test_the_recipes_own_dataset_can_be_weighed_by_a_relative_folder_too(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny.root)
+    request = with_training(tiny, datasets=[{"uri": "dataset/", "weight": 0.5}])
     sources = open_sources(request)
     assert sources.weights == (0.5,)
     assert Session(request, Team()).per_epoch < Session(with_training(tiny), Team()).per_epoch
@@ -106,6 +110,8 @@ def test_what_cannot_be_mixed_is_one_line(tiny: Tiny, tmp_path: Path) -> None:
         filter={"sources": ["poems"]},
     )
     refused(StatehouseError, "no sequence of .* is left by its filter", filter={"min_length": 1000})
+    shutil.copytree(f"{tiny.root}/dataset", tmp_path / "copy")
+    refused(StatehouseError, "no sequence of 48 is new", datasets=[{"uri": str(tmp_path / "copy")}])
     make_dataset(str(tmp_path / "other"), make_verifier(tmp_path / "verifier", seed=3), make_sequences(4, 5))
     refused(ContractMismatch, "weights_hash", datasets=[{"uri": str(tmp_path / "other")}])
 
@@ -116,6 +122,11 @@ def test_what_cannot_be_mixed_is_one_line(tiny: Tiny, tmp_path: Path) -> None:
         ({"min_workers": 3, "workers": 2}, "min_workers is 3, above workers, 2"),
         ({"max_length": 100, "micro_batch_tokens": 80}, "max_length is 100, above micro_batch_tokens"),
         ({"optimizer": "muon", "parallel": "shard"}, "muon needs whole matrices"),
+        ({"filter": {"min_length": 9, "max_length": 8}}, "min_length is 9, above max_length, 8"),
+        ({"betas": (0.9, 1)}, "less than 1"),
+        ({"seed": 1 << 64}, "less than 9223372036854775808"),
+        ({"datasets": [{"uri": "s3://a/b", "weight": 1e18}]}, "less than or equal to 1000"),
+        ({"loader": {"cache": ""}}, "at least 1 character"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(training: dict[str, Any], message: str) -> None:
