@@ -24,7 +24,15 @@ def claim(request: Request, sources: Sources, *, fresh: bool = False) -> dict[st
     run.store.probe()
     if fresh:
         run.take_over(request.owner)  # first, so that nobody writes into what is deleted
-    run.claim(sources.identity(request), {**request.provenance, "datasets": sources.where()}, fresh=fresh)
+    vocabulary = sources.vocabulary
+    provenance = {
+        **request.provenance,
+        "datasets": sources.where(),
+        "draft_vocabulary": {
+            "uri": request.vocabulary, "hash": vocabulary.hash, "size": vocabulary.size, "made_of": vocabulary.provenance,
+        },
+    }  # fmt: skip
+    run.claim(sources.identity(request), provenance, fresh=fresh)
     if (summary := run.summary()) is None:
         run.take_over(request.owner)
     return summary

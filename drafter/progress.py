@@ -105,10 +105,27 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+# Of the fair numbers (drafter.metrics), what curves are drawn of: greedy drafts right in a row, and sum min(p, q) at T = 1.
+_FAIR = ("joint", "overlap_T1")
+
+
 def evaluation_scalars(entry: dict[str, Any]) -> dict[str, float]:
     """The same of a held-out evaluation."""
     found = {"held_out/loss": entry["loss"]}
     found |= {f"held_out/accuracy_{step}": share for step, share in enumerate(entry["accuracy"])}
+    for name in _FAIR:
+        shares = over_sources(entry, name)
+        found |= {f"held_out/{name}_{step}": share for step, share in enumerate(shares) if share is not None}
+    return found
+
+
+def over_sources(entry: Mapping[str, Any], name: str) -> list[float | None]:
+    """[K]: a share of `Fair.shares`, over the positions of all sources of an evaluation; None where there are none."""
+    found: list[float | None] = []
+    for step in range(len(entry["accuracy"])):
+        parts = [(one["positions"][step], one[name][step]) for one in entry.get("fair", {}).values()]
+        positions = sum(count for count, _ in parts)
+        found.append(sum(count * (share or 0.0) for count, share in parts) / positions if positions else None)
     return found
 
 

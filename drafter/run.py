@@ -15,6 +15,7 @@ walks.npz                evaluate's rounds of a drafter with the whole vocabular
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ class Run:
         """Commits the run as finished."""
         self.store.put(SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
-    def metrics(self, before: int) -> list[str]:
+    def metrics(self, before: float = math.inf) -> list[str]:
         """The stored lines of the updates below `before`, in order. Raises DrafterError for what is no such line."""
         try:
             lines = self.store.get(METRICS).decode().splitlines()

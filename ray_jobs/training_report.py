@@ -16,36 +16,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafter.run import CURVES, METRICS, REPORT, Run
+from drafter.errors import DrafterError
+from drafter.progress import over_sources
+from drafter.run import CURVES, METRICS, REPORT, SUMMARY, Run
 from storage.errors import StatehouseError
-from storage.objects import ObjectMissing
-from vocab.svg import COLOURS, Line, line_chart
+from storage.runs import read_run as find_run
+from vocab.page import page
+from vocab.svg import COLOURS, Line, line_chart, ticks
 
 # Points of a curve: more would lie on one another.
 _POINTS = 120
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;color:#222}"
-    "svg{width:100%;height:auto}.grid{stroke:#ddd}.tick{font-size:11px;fill:#555}.name,.axis{font-size:12px}"
-    "td{padding:.1em 1em .1em 0}.mark{stroke:#999;stroke-dasharray:3 3}"
-)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: what it shows, its curves, and how a value is written."""
+    """One chart over the updates: what it shows, in which unit, its curves, and the lowest y that it must show."""
 
     title: str
     y_label: str
     lines: Sequence[Line]
-    digits: int
+    least: float | None = None
 
-    def value(self, y: float) -> str:
-        return f"{y:.{self.digits}f}"
+    def span(self) -> tuple[float, float, float, float]:
+        """Lowest and highest x, lowest and highest y; apart, where all points are alike."""
+        points = [point for line in self.lines for point in line.points]
+        low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
+        low_y, high_y = min(y for _, y in points), max(y for _, y in points)
+        if self.least is not None:
+            low_y = min(low_y, self.least)
+        if high_y <= low_y:
+            low_y, high_y = low_y - 0.05 * (abs(low_y) or 1), high_y + 0.05 * (abs(high_y) or 1)
+        return low_x, high_x, low_y, high_y
+
+    def ticks_x(self) -> list[float]:
+        """Round numbers of updates."""
+        low, high, *_ = self.span()
+        return [x for x in ticks(low, max(high, low + 1), 8) if low <= x <= high and x == int(x)]
+
+
+def _value(y: float) -> str:
+    return f"{y:.4g}"
 
 
 def panels(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Loss, greedy matches by step, rate and gradient, waiting for data; of the lines of metrics.jsonl. What is not finite
-    (a loss that diverged) is no point of a curve."""
+    """Loss, greedy matches by step and in a row, gradient, rate, waiting for data; of the lines of metrics.jsonl. What is not
+    finite (a loss that diverged) is no point of a curve."""
 
     def trained(name: str, scale: float = 1.0) -> list[tuple[float, float]]:
         return _thinned(_finite((one["update"] + 1.0, one.get(name)) for one in metrics), scale)
@@ -69,18 +84,27 @@ def panels(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, An
             Line(f"step {step}", held(_accuracy(step), 100), COLOURS[step % 8]) for step in range(min(steps, 8))
         ]
     where = "held-out prompts" if evaluations else "training batches"
+    in_a_row = [
+        Line(f"first {step + 1}" if step else "the first", held(_joint(step), 100), COLOURS[step % 8])
+        for step in range(min(steps, 8))
+    ]
     made = [
-        Panel("Loss", "loss a position", loss, 2),
-        Panel(f"Greedy matches with the verifier, {where}", "%", accuracy, 1),
-        Panel("Norm of the gradient", "norm", [Line("before clipping", trained("grad_norm"), COLOURS[2])], 2),
-        Panel("Learning rate", "rate", [Line("rate", trained("lr"), COLOURS[3])], 6),
-        Panel("Waiting for data", "% of the time", [Line("waiting", trained("wait_share", 100), COLOURS[4])], 1),
+        Panel("Loss", "nats a position", loss),
+        Panel(f"Greedy matches with the verifier, {where}", "% of the positions", accuracy, 0),
+        Panel("Greedy matches in a row, held-out prompts", "% of the positions", in_a_row, 0),
+        Panel("Norm of the gradient", "before clipping", [Line("norm", trained("grad_norm"), COLOURS[2])], 0),
+        Panel("Learning rate", "of the optimiser", [Line("rate", trained("lr"), COLOURS[3])], 0),
+        Panel("Waiting for data", "% of the time", [Line("waiting", trained("wait_share", 100), COLOURS[4])], 0),
     ]
     return [one for one in made if any(line.points for line in one.lines)]
 
 
 def _accuracy(step: int) -> Callable[[dict[str, Any]], float | None]:
     return lambda one: one["accuracy"][step]
+
+
+def _joint(step: int) -> Callable[[dict[str, Any]], float | None]:
+    return lambda one: over_sources(one, "joint")[step]
 
 
 def _finite(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
@@ -97,17 +121,24 @@ def _thinned(points: list[tuple[float, float]], scale: float = 1.0) -> list[tupl
 def report_html(run: Run, metrics: Sequence[dict[str, Any]], summary: dict[str, Any] | None) -> str:
     identity = run.identity()
     evaluations = (summary or {}).get("evaluations", [])
+    known, provenance = {}, run.provenance()
+    for one in provenance.get("datasets", []):
+        known[one["fingerprint"]] = one["uri"]
     rows = {
         "run": run.uri,
         "state": ("ended early" if summary.get("ended_early") else "finished")
         if summary
         else f"at update {len(metrics)}",
-        "datasets": ", ".join(f"{print_[:12]} x {weight:g}" for print_, weight in identity.get("datasets", {}).items()),
+        "datasets": "\n".join(
+            f"{known.get(print_, '')} {print_[:12]}" + (f" x {weight:g}" if weight != 1 else "")
+            for print_, weight in identity.get("datasets", {}).items()
+        ),
         "draft vocabulary": str(identity.get("draft_vocabulary", ""))[:12],
+        "code": str(provenance.get("git_commit") or "no commit")[:12],
     }
     if summary:
         rows |= {
-            "updates, epochs": f"{summary['updates']:,}, {summary['epochs']}",
+            "updates": f"{summary['updates']:,}, by recipe {summary['epochs']} epochs",
             "tokens": f"{summary['tokens']:,} ({summary['tokens_per_s']:,.0f} a second, {100 * summary['wait_share']:.1f} % of the time waiting)",
             "parameters": f"{summary['parameters']['trained']:,} trained, {summary['parameters']['all']:,} in all",
         }
@@ -115,20 +146,22 @@ def report_html(run: Run, metrics: Sequence[dict[str, Any]], summary: dict[str, 
             rows["held-out loss"] = f"{summary['loss_before']:.3f} before, {summary['loss_after']:.3f} after"
         if summary.get("best"):
             rows["best"] = f"update {summary['best']['update']:,}: {summary['best']['loss']:.3f}"
-    table = "".join(f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>" for key, value in rows.items())
-    charts = "".join(
+    if taus := find_run(run.store).tau:
+        rows["acceptance length"] = ", ".join(f"τ({k}) = {tau:.3f}" for k, tau in taus.items())
+    charts = [
         f"<h2>{html.escape(panel.title)}</h2>"
         + line_chart(
-            panel.lines, x_label="update", y_label=panel.y_label, x_format=lambda x: f"{x:,.0f}",
-            y_format=panel.value, log_x=False,
+            panel.lines, x_label="update", y_label=panel.y_label, x_format=lambda x: f"{x:,.0f}", y_format=_value,
+            log_x=False, ticks_x=panel.ticks_x(), mark_y=panel.least,
         )
         for panel in panels(metrics, evaluations)
-    )  # fmt: skip
-    title = html.escape(run.uri.rsplit("/", 1)[-1])
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head>'
-        f"<body><h1>Training run {title}</h1><table>{table}</table>{charts}</body></html>\n"
+    ]  # fmt: skip
+    title = f"Training run {run.uri.rsplit('/', 1)[-1]}"
+    about = "".join(
+        f"<tr><td>{html.escape(key)}</td><td style='text-align:left'>{html.escape(value)}</td></tr>"
+        for key, value in rows.items()
     )
+    return page(title, [f"<h1>{html.escape(title)}</h1>", f"<table>{about}</table>", *charts])
 
 
 def curves_png(shown: Sequence[Panel]) -> bytes | None:
@@ -137,31 +170,30 @@ def curves_png(shown: Sequence[Panel]) -> bytes | None:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
         return None
-    width, height, left, right, top, bottom = 1000, 300, 90, 170, 34, 30
+    width, height, left, right, top, bottom = 1000, 320, 90, 150, 40, 44
     image = Image.new("RGB", (width, height * max(1, len(shown))), "white")
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
     for row, panel in enumerate(shown):
         up, down = row * height + top, (row + 1) * height - bottom
-        points = [point for line in panel.lines for point in line.points]
-        low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
-        low_y, high_y = min(y for _, y in points), max(y for _, y in points)
+        low_x, high_x, low_y, high_y = panel.span()
+        ticks_y = ticks(low_y, high_y)
+        low_y, high_y = ticks_y[0], ticks_y[-1]
 
         def at(
             x: float, y: float, box: tuple[float, ...] = (low_x, high_x, low_y, high_y, up, down)
         ) -> tuple[float, float]:
             x0, x1, y0, y1, upper, lower = box
             across = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
-            rise = (y - y0) / (y1 - y0) if y1 > y0 else 0.5
-            return left + across * (width - left - right), lower - rise * (lower - upper)
+            return left + across * (width - left - right), lower - (y - y0) / (y1 - y0) * (lower - upper)
 
-        draw.text((left, up - 24), panel.title, fill="black", font=font)
-        for step in range(5):
-            y = low_y + (high_y - low_y) * step / 4
+        draw.text((left, up - 28), f"{panel.title} ({panel.y_label})", fill="black", font=font)
+        for y in ticks_y:
             _, line_y = at(low_x, y)
             draw.line([(left, line_y), (width - right, line_y)], fill="#dddddd")
-            draw.text((left - 8, line_y), panel.value(y), fill="#555555", font=font, anchor="rm")
-        for x in (low_x, (low_x + high_x) / 2, high_x):
-            draw.text((at(x, low_y)[0], down + 6), f"{x:,.0f}", fill="#555555", font=font, anchor="mt")
+            draw.text((left - 10, line_y), _value(y), fill="#555555", font=font, anchor="rm")
+        for x in panel.ticks_x():
+            draw.text((at(x, low_y)[0], down + 7), f"{x:,.0f}", fill="#555555", font=font, anchor="mt")
+        draw.text((width - right + 14, down + 7), "update", fill="#555555", font=font, anchor="lt")
         for number, line in enumerate(panel.lines):
             path = [at(x, y) for x, y in line.points]
             if len(path) > 1:
@@ -175,20 +207,27 @@ def curves_png(shown: Sequence[Panel]) -> bytes | None:
 
 
 def read_run(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Lines of metrics.jsonl, and the summary of a finished run."""
+    """Lines of metrics.jsonl, and the summary of a finished run. Raises DrafterError for what is neither."""
+    return [json.loads(line) for line in run.metrics()], run.summary()
+
+
+def draw(run: Run) -> tuple[str, bytes | None]:
+    """The page, and the curves as PNG. Raises DrafterError for a run that is none of ours, or damaged."""
+    metrics, summary = read_run(run)
     try:
-        lines = run.store.get(METRICS).decode().splitlines()
-    except ObjectMissing:
-        lines = []
-    return [json.loads(line) for line in lines], run.summary()
+        shown = panels(metrics, (summary or {}).get("evaluations", []))
+        return report_html(run, metrics, summary), curves_png(shown)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise DrafterError(
+            f"{run.uri}: expected {METRICS} and {SUMMARY} as training writes them, found {error!r}; start it over with --fresh"
+        ) from None
 
 
 def put_report(uri: str) -> str:
     """Draws a run and stores the pictures in it; returns where the page is."""
     run = Run(uri)
-    metrics, summary = read_run(run)
-    run.store.put(REPORT, report_html(run, metrics, summary).encode())
-    png = curves_png(panels(metrics, (summary or {}).get("evaluations", [])))
+    text, png = draw(run)
+    run.store.put(REPORT, text.encode())
     if png is not None:
         run.store.put(CURVES, png)
     return f"{run.uri}/{REPORT}"
@@ -206,10 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parsed.parse_args(argv)
     try:
-        run = Run(args.run)
-        metrics, summary = read_run(run)
-        Path(args.output).write_text(report_html(run, metrics, summary))
-        png = curves_png(panels(metrics, (summary or {}).get("evaluations", [])))
+        text, png = draw(Run(args.run))
+        Path(args.output).write_text(text)
         if png is not None:
             Path(args.output).with_suffix(".png").write_bytes(png)
     except (StatehouseError, OSError) as error:

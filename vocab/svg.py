@@ -39,11 +39,14 @@ def line_chart(
     x_format: Format,
     y_format: Format,
     log_x: bool = True,
+    ticks_x: Sequence[float] | None = None,
     mark_x: float | None = None,
     mark_y: float | None = None,
     y_top: float | None = None,
 ) -> str:
-    """An SVG of curves over a (logarithmic) x axis, named above it. mark_x, mark_y: thin guide lines. y_top: the most that y can be."""
+    """An SVG of curves over a (logarithmic) x axis, named above it. ticks_x: where x is written; by default at the points.
+    mark_x, mark_y: thin guide lines. y_top: the most that y can be.
+    """
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points] + [v for line in lines for b in line.band for v in b[1:]]
     if not xs:
@@ -56,7 +59,7 @@ def line_chart(
             low_y - 0.05 * (abs(low_y) or 1),
             high_y + (0.0 if y_top is not None else 0.05 * (abs(high_y) or 1)),
         )
-    ticks_y = [tick for tick in _ticks(low_y, high_y) if y_top is None or tick <= y_top * (1 + 1e-9)]
+    ticks_y = [tick for tick in ticks(low_y, high_y) if y_top is None or tick <= y_top * (1 + 1e-9)]
     low_y, high_y = min(ticks_y[0], low_y), max(ticks_y[-1], high_y)
     scale = math.log if log_x else float
     low_x, high_x = scale(min(xs)), scale(max(xs))
@@ -72,7 +75,7 @@ def line_chart(
     for tick in ticks_y:
         out.append(_grid(at_y(tick), y_format(tick)))
     last = -1e9
-    for x in sorted(set(xs)):
+    for x in sorted(set(xs)) if ticks_x is None else ticks_x:
         if at_x(x) - last >= 52:
             last = at_x(x)
             out.append(
@@ -173,7 +176,7 @@ def _label(x_label: str, y_label: str, height: int) -> str:
     )
 
 
-def _ticks(low: float, high: float, count: int = 6) -> list[float]:
+def ticks(low: float, high: float, count: int = 6) -> list[float]:
     """Round values from below `low` to above `high`."""
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))

@@ -56,6 +56,7 @@ def test_a_run_on_a_mixture_trains_and_names_its_datasets(tiny: Tiny, second: st
     prints = [open_dataset(one).fingerprint for one in (request.dataset, second)]
     assert document["identity"]["datasets"] == {prints[0]: 1.0, prints[1]: 0.5}
     assert [one["uri"] for one in document["provenance"]["datasets"]] == [request.dataset, second]
+    assert document["provenance"]["draft_vocabulary"]["uri"] == request.vocabulary
     other = with_training(tiny, "named", datasets=[{"uri": second, "weight": 1}], epochs=1)
     with pytest.raises(DrafterError, match=r"datasets\.\w+: 0.5 -> 1.0"):
         claim(other, open_sources(other))

@@ -37,20 +37,46 @@ def test_a_run_in_pictures_stopped_and_finished(tiny: Tiny, tmp_path: Path, caps
     assert train(request) is not None
     assert main([request.run, "-o", str(page)]) == 0
     text = page.read_text()
-    for word in ("finished", "<svg", "held out", "step 1", "Waiting for data", "held-out loss"):
+    for word in (
+        "finished",
+        "<svg",
+        "held out",
+        "step 1",
+        "Waiting for data",
+        "held-out loss",
+        "matches in a row",
+        request.dataset,
+    ):
         assert word in text
     assert "http" not in text.replace("http://www.w3.org", "")
     image = Image.open(page.with_suffix(".png"))
     metrics, summary = read_run(Run(request.run))
     assert summary is not None
     shown = panels(metrics, summary["evaluations"])
-    assert image.size == (1000, 300 * len(shown))
+    assert image.size == (1000, 320 * len(shown))
     colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
     for line in shown[0].lines:
         assert tuple(bytes.fromhex(line.colour[1:])) in colours, line.name
     capsys.readouterr()
-    assert main([str(tmp_path / "nothing")]) == 1
-    assert capsys.readouterr().err.startswith("error: ")
+    taus = {"all": {"drafters": {"drafter": {"tau": {"3": {"tau": 1.5}}}}}}
+    Run(request.run).store.put("evaluation.json", json.dumps({"sources": taus}).encode())
+    assert main([request.run, "-o", str(page)]) == 0
+    assert "τ(3) = 1.500" in page.read_text()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("rubbish", ['{"update": 0}\n', '{"upd', "[1]"])
+def test_a_damaged_run_and_none_are_one_line(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, rubbish: str
+) -> None:
+    run = Run(str(tmp_path / "run"))
+    run.claim({}, {})
+    run.store.put(name, rubbish.encode())
+    for uri in (run.uri, str(tmp_path / "nothing")):
+        assert main([uri, "-o", str(tmp_path / "page.html")]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {uri}")
 
 
 def test_long_curves_are_thinned_and_gaps_are_left_out() -> None:
