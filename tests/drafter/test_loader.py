@@ -86,6 +86,26 @@ def test_pieces_of_long_sequences_put_together_are_the_sequences(tiny: Tiny, lon
         assert torch.equal(whole, dataset.read(row).torch())
 
 
+def test_short_sequences_wait_for_a_far_store_together(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = open_dataset(f"{tiny.root}/dataset")
+    fetch, waiting, most, lock = dataset.store.get_view, 0, 0, threading.Lock()
+
+    def far(*args: Any) -> memoryview:
+        nonlocal waiting, most
+        with lock:
+            waiting += 1
+            most = max(most, waiting)
+        time.sleep(0.1)
+        with lock:
+            waiting -= 1
+        return fetch(*args)
+
+    monkeypatch.setattr(dataset.store, "get_view", far)
+    with load(dataset, [[row] for row in range(min(32, len(dataset)))]) as loader:
+        assert sum(1 for _ in loader) >= 16
+    assert most >= 12
+
+
 def test_it_reads_ahead_but_no_further_than_it_may(tiny: Tiny) -> None:
     asked: list[int] = []
     dataset = open_dataset(f"{tiny.root}/dataset")
