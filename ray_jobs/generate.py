@@ -138,8 +138,12 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
         told = {name: counts[name] for name in ("length_capped", "empty", "thinking_ended", "quarantined")}
         progress.step(unit_counts["tokens"], **told, **supervisor.counts())
 
+    def waiting(in_flight: int) -> None:
+        progress.extra.update(supervisor.counts())
+        progress.wait(in_flight)
+
     with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
-        supervisor.run("generate", units, done, progress.wait, limit)
+        supervisor.run("generate", units, done, waiting, limit)
     clear_parts(inputs.store)
     _summarise(recipe, verifier, inputs, prompts, ends, f"seconds={progress.seconds:.1f}")
 
