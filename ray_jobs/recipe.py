@@ -131,6 +131,8 @@ class ExtractionConfig(Section):
     # A replica that does not answer a unit for this long, or a health check for the other, is replaced.
     unit_timeout_s: float = Field(default=3600, gt=0)
     health_timeout_s: float = Field(default=120, gt=0)
+    # Seconds for which all replicas may wait for nodes with room for them; while one works, others may wait for longer.
+    placement_timeout_s: float = Field(default=900, gt=0)
     # A unit that takes so many times as long as others is given to an idle replica, too.
     straggler_factor: float = Field(default=4, gt=1)
     # Seconds for which a replica keeps trying to store a shard that an object store does not take (it is down, say).

@@ -21,6 +21,7 @@ from storage.errors import ReplicaFailed, StatehouseError
 _PATIENCE_S = 15.0
 _TICK_S = 1.0
 _HEALTH_EVERY_S = 10.0
+_PLACES_EVERY_S = 2.0
 
 
 def require_resources(config: ExtractionConfig) -> None:
@@ -38,11 +39,13 @@ def require_resources(config: ExtractionConfig) -> None:
 
 @dataclass
 class _Live:
-    """A replica that was started. asked: when the open health check was sent."""
+    """A replica that was started. placed: whether a node has room for it. asked: when the open health check was sent."""
 
     generation: int
     actor: Any
     group: Any
+    began: float
+    placed: bool = False
     ready: bool = False
     asked: float | None = None
     answered: float = 0.0
@@ -78,6 +81,8 @@ class Supervisor:
         self._schedulers: list[Scheduler] = []
         self._live: dict[int, _Live] = {}
         self._waiting: dict[Any, _Waiting] = {}
+        # When places were last looked at, when a replica had one, and when it was last said that one has none.
+        self._looked = self._placed = self._told = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +143,7 @@ class Supervisor:
         done: Callable[[Any, Any], None],
         waiting_on: Callable[[int], None],
     ) -> None:
-        heard = time.monotonic()
+        heard = self._placed = time.monotonic()
         with job.drain_on_sigterm() as stopped:
             stop_at: float | None = None
             while True:
@@ -159,6 +164,7 @@ class Supervisor:
                     job.log.warning("draining in_flight=%d grace_s=%g", scheduler.in_flight, self.config.drain_s)
                 self._hear(scheduler, 0.0 if step.actions else _TICK_S)
                 self._ask_health(scheduler)
+                self._look_for_places()
                 if time.monotonic() - heard > _PATIENCE_S:
                     heard = time.monotonic()
                     waiting_on(scheduler.in_flight)
@@ -186,14 +192,15 @@ class Supervisor:
             self._call(action, method)
 
     def _start(self, generation: int) -> _Live:
+        now = time.monotonic()
         if self.bundle is None:
-            return _Live(generation, self.make_actor({}), None)
+            return _Live(generation, self.make_actor({}), None, now, placed=True)
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group = placement_group([self.bundle], strategy="STRICT_PACK")
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        return _Live(generation, self.make_actor({"scheduling_strategy": strategy}), group)
+        return _Live(generation, self.make_actor({"scheduling_strategy": strategy}), group, now)
 
     def _call(self, call: Call, method: str) -> None:
         actor = self._live[call.slot].actor
@@ -284,6 +291,38 @@ class Supervisor:
             elif live.asked is not None and now - live.asked > self.config.health_timeout_s:
                 scheduler.death(slot, live.generation, f"no answer to a health check for {now - live.asked:.0f} s")
 
+    def _look_for_places(self) -> None:
+        """Says which replicas no node has room for. Raises ReplicaFailed when that holds for all of them for too long: they
+        would wait for ever. While others work, a lost node's replica may wait for a new node."""
+        now = time.monotonic()
+        if now - self._looked < _PLACES_EVERY_S:
+            return
+        self._looked = now
+        for live in self._live.values():
+            live.placed = live.placed or live.ready or _created(live.group)
+        waiting = [slot for slot, live in self._live.items() if not live.placed]
+        if len(waiting) < len(self._live) or not waiting:
+            self._placed = now
+        longest = max((now - self._live[slot].began for slot in waiting), default=0.0)
+        if now - self._placed > self.config.placement_timeout_s:
+            raise ReplicaFailed(
+                f"no node had room for a replica in {now - self._placed:.0f} s; {self._room()}; add nodes, end the job that "
+                "holds them, or raise extraction.placement_timeout_s"
+            )
+        if longest > _PATIENCE_S and now - self._told > 4 * _PATIENCE_S:
+            self._told = now
+            job.log.warning("replicas wait for a node slots=%s: %s", ",".join(map(str, waiting)), self._room())
+
+    def _room(self) -> str:
+        import ray
+
+        (cpus, gpus), free = job.cluster_size(), ray.available_resources()
+        asked = " and ".join(f"{much:g} {name}s" for name, much in (self.bundle or {}).items())
+        return (
+            f"each needs {asked} on one node, the cluster has {cpus:g} CPUs and {gpus:g} GPUs, of which "
+            f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free"
+        )
+
     # ---- ends ----
 
     def _kill(self, slot: int) -> None:
@@ -304,6 +343,12 @@ class Supervisor:
             ray.wait([actor.stop.remote() for actor in ready], num_returns=len(ready), timeout=20)
         for slot in list(self._live):
             self._kill(slot)
+
+
+def _created(group: Any) -> bool:
+    from ray.util.placement_group import placement_group_table
+
+    return placement_group_table(group).get("state") == "CREATED"
 
 
 def _remove_group(group: Any) -> None:

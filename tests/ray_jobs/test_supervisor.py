@@ -311,6 +311,32 @@ def test_a_replica_that_never_starts_is_named(tmp_path: Path) -> None:
         case.fill(supervisor)
 
 
+@pytest.mark.slow
+def test_replicas_that_no_node_has_room_for_end_the_job_and_say_what_they_need(tmp_path: Path) -> None:
+    import ray
+
+    holder = ray.remote(num_cpus=4)(_Holder).remote()  # the whole cluster
+    ray.get(holder.here.remote())
+    case = Case(tmp_path, replicas=2, placement_timeout_s=3)
+    try:
+        with pytest.raises(
+            ReplicaFailed, match=r"no node had room .* each needs 1 CPUs on one node, the cluster has 4 CPUs .* 0 CPUs"
+        ):
+            case.fill(case.supervisor())
+        TRIED["no room for any replica", "said so, resumable"] += 1
+        timer = threading.Timer(2, lambda: ray.kill(holder))
+        timer.start()
+        case.fill(case.supervisor())  # room comes in time
+        case.require_whole("no room for a while")
+    finally:
+        ray.kill(holder)
+
+
+class _Holder:
+    def here(self) -> None:
+        pass
+
+
 def test_the_report_adds_up(tmp_path: Path) -> None:
     case = Case(tmp_path, replicas=2, usd_per_replica_hour=3.0)
     report = case.fill(case.supervisor(seconds=0.02))
