@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from ray_jobs.inputs import Inputs, Verifier, open_verifier, sampling_hashes
+from ray_jobs.inputs import Inputs, Verifier, answered, make_contract, open_verifier, sampling_hashes
 from ray_jobs.prompt_files import input_files
 from ray_jobs.prompts import Limits, end_ids, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe
@@ -20,6 +20,7 @@ from ray_jobs.verifier import VerifierShape, default_capture_layers
 from storage.codecs import codec_by_name
 from storage.errors import RecipeError
 from storage.plan import chunk_tokens, pack, shard_capacity
+from storage.reuse import find_reusable
 from storage.teacher import bytes_per_token as teacher_bytes
 
 
@@ -39,8 +40,18 @@ def verifier_shape(recipe: Recipe) -> VerifierShape:
     )
 
 
-def sequence_lengths(recipe: Recipe) -> tuple[np.ndarray, str]:
-    """Lengths [sequences] int64 and where they come from. Responses not yet generated count with their longest."""
+@dataclass(frozen=True)
+class Lengths:
+    """tokens: [sequences] int64. basis: where they come from. ids: of the sequences that are known, None of the others (those
+    that are yet to be answered)."""
+
+    tokens: np.ndarray
+    basis: str
+    ids: list[str | None]
+
+
+def sequence_lengths(recipe: Recipe) -> Lengths:
+    """Responses not yet generated count with their longest."""
     expected = recipe.dataset.expected
     if expected is not None:
         if expected.mean_tokens > recipe.dataset.max_length:
@@ -48,41 +59,67 @@ def sequence_lengths(recipe: Recipe) -> tuple[np.ndarray, str]:
                 f"dataset.expected.mean_tokens is {expected.mean_tokens:,}, above dataset.max_length "
                 f"{recipe.dataset.max_length:,}; correct one of them"
             )
-        return _spread(expected.sequences, expected.mean_tokens, recipe.dataset.max_length), "dataset.expected"
+        spread = _spread(expected.sequences, expected.mean_tokens, recipe.dataset.max_length)
+        return Lengths(spread, "dataset.expected", [None] * len(spread))
     verifier = open_verifier(recipe)
     inputs = Inputs(recipe.dataset.inputs_uri)
     if inputs.read_summary() is None:
         return _tokenised_now(recipe, verifier)
     prompts = inputs.read_prompts(recipe, verifier, "--plan, or give dataset.expected: {sequences, mean_tokens}")
     responses = inputs.read_responses(sampling_hashes(recipe, verifier, prompts))
-    lengths = pa.compute.list_value_length(prompts["token_ids"]).to_numpy().astype(np.int64)
+    lengths: dict[str, int] = {}
+    ids: dict[str, str | None] = {}
     waiting = 0
-    for row, (prompt, kind) in enumerate(zip(prompts["id"].to_pylist(), prompts["kind"].to_pylist(), strict=True)):
-        if kind == "generate" and prompt in responses:
-            lengths[row] += len(responses[prompt].token_ids)
-        elif kind == "generate":
+    for prompt in prompts.to_pylist():
+        key, length = prompt["id"], len(prompt["token_ids"])
+        if prompt["kind"] != "generate":
+            lengths[key], ids[key] = length, key
+        elif key not in responses:
             waiting += 1
-            lengths[row] += recipe.generation.max_new_tokens
+            lengths[key], ids[key] = length + recipe.generation.max_new_tokens, None
+        elif len(responses[key].token_ids):  # neither empty nor given up
+            lengths[key], ids[key] = length + len(responses[key].token_ids), answered(prompt, responses[key]).id
     basis = f"{len(prompts):,} prepared prompts" + (f", {waiting:,} responses at their longest" if waiting else "")
-    return np.minimum(lengths, recipe.dataset.max_length), basis
+    return _lengths(recipe, lengths, basis, ids)
 
 
-def _tokenised_now(recipe: Recipe, verifier: Verifier) -> tuple[np.ndarray, str]:
-    """Lengths of the recipe's prompts where `prepare` has not run: tokenised in this process, kept nowhere."""
+def _lengths(recipe: Recipe, tokens: dict[str, int], basis: str, ids: dict[str, str | None]) -> Lengths:
+    return Lengths(
+        np.minimum(np.array(list(tokens.values()), np.int64), recipe.dataset.max_length), basis, list(ids.values())
+    )
+
+
+def _tokenised_now(recipe: Recipe, verifier: Verifier) -> Lengths:
+    """Of the recipe's prompts where `prepare` has not run: tokenised in this process, kept nowhere."""
     tokenizer = load_tokenizer(verifier.folder, recipe.verifier.trust_remote_code)
     limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length, end_ids(verifier.folder, tokenizer))
-    lengths, rejects = {}, 0
+    lengths: dict[str, int] = {}
+    ids: dict[str, str | None] = {}
+    rejects = 0
     for file in input_files(recipe):
         for row in prepare_file(file, tokenizer, limits):
             if "reject" in row:
                 rejects += 1
             else:
-                answer = recipe.generation.max_new_tokens if row["kind"] == "generate" else 0
-                lengths[row["id"]] = len(row["token_ids"]) + answer
+                open_ = row["kind"] == "generate"
+                lengths[row["id"]] = len(row["token_ids"]) + (recipe.generation.max_new_tokens if open_ else 0)
+                ids[row["id"]] = None if open_ else row["id"]
     if not lengths:
         raise RecipeError(f"prompts: no row of {len(input_files(recipe))} files can be used ({rejects} are refused)")
     basis = f"{len(lengths):,} prompts, not prepared yet, responses at their longest; {rejects} refused"
-    return np.minimum(np.array(list(lengths.values()), np.int64), recipe.dataset.max_length), basis
+    return _lengths(recipe, lengths, basis, ids)
+
+
+def reused(recipe: Recipe, lengths: Lengths) -> tuple[int, int, dict[str, str]]:
+    """Sequences and tokens that `dataset.reuse` holds, of those that are known yet; and {uri: why it gives nothing}."""
+    at = {key: row for row, key in enumerate(lengths.ids) if key is not None}
+    if not recipe.dataset.reuse or not at:
+        return 0, 0, {}
+    contract = make_contract(recipe, open_verifier(recipe))
+    kinds = {"codec": recipe.dataset.codec, "teacher": recipe.extraction.teacher}
+    found = find_reusable(recipe.dataset.reuse, contract, list(at), **kinds)
+    rows = [at[key] for key in found.places]
+    return len(rows), int(lengths.tokens[rows].sum()), found.skipped
 
 
 def _spread(sequences: int, mean: int, longest: int) -> np.ndarray:
@@ -106,7 +143,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     layers = recipe.extraction.capture_layers or tuple(default_capture_layers(shape.num_layers))
     validate_layers(layers, shape.num_layers)
     stored_layers = len(layers) + (recipe.extraction.layers == "all")
-    lengths, basis = sequence_lengths(recipe)
+    sequences = sequence_lengths(recipe)
+    lengths = sequences.tokens
     tokens = int(lengths.sum())
     length = shard_capacity(lengths, stored_layers, shape.hidden_size, recipe.dataset.shard_tokens)
     _, _, shards = pack(lengths, length)
@@ -115,13 +153,17 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     teacher = tokens * teacher_bytes(recipe.extraction.teacher)
     stored = raw / codec_by_name(recipe.dataset.codec).typical_ratio + teacher
     rate = recipe.extraction.tokens_per_second
-    hours = tokens / rate / recipe.extraction.replicas / 3600 if rate else None
+    known, known_tokens, skipped = reused(recipe, sequences)
+    hours = (tokens - known_tokens) / rate / recipe.extraction.replicas / 3600 if rate else None
     price = recipe.extraction.usd_per_replica_hour
     return {
-        "basis": basis,
+        "basis": sequences.basis,
         "capture_layers": list(layers),
         "sequences": len(lengths),
         "tokens": tokens,
+        "reused_sequences": known,
+        "reused_tokens": known_tokens,
+        "reuse_skips": skipped,
         "bytes_per_token": per_token,
         "raw_bytes": raw,
         "stored_bytes": int(stored),
@@ -154,6 +196,7 @@ def print_plan(recipe: Recipe) -> None:
         "teacher": f"{recipe.extraction.teacher}, {plan['teacher_bytes'] / gib:,.2f} GiB",
         "sequences": f"{plan['sequences']:,}",
         "tokens": f"{plan['tokens']:,} at {plan['bytes_per_token']:,} bytes",
+        **_reuse_row(recipe, plan),
         "raw": f"{plan['raw_bytes'] / gib:,.2f} GiB",
         "stored": f"{plan['stored_bytes'] / gib:,.2f} GiB as {recipe.dataset.codec}",
         "shards": f"{plan['shards']:,} of {plan['shard_tokens']:,} tokens, in chunks of {plan['chunk_tokens']}",
@@ -174,3 +217,15 @@ def print_plan(recipe: Recipe) -> None:
     for name, value in rows.items():
         print(f"{name:<14}{value}")
     print(json.dumps(plan), flush=True)
+
+
+def _reuse_row(recipe: Recipe, plan: dict[str, Any]) -> dict[str, str]:
+    if not recipe.dataset.reuse:
+        return {}
+    text = (
+        f"{plan['reused_sequences']:,} sequences, {plan['reused_tokens']:,} tokens are copied; "
+        f"{plan['tokens'] - plan['reused_tokens']:,} tokens are extracted"
+    )
+    for uri, why in plan["reuse_skips"].items():
+        text += f"; {uri} gives nothing: {why}"
+    return {"reuse": text}

@@ -106,7 +106,7 @@ def test_plan_of_prompts_that_are_not_prepared_tokenises_them_and_writes_nothing
 
 def test_expected_lengths_spread_but_keep_their_sum(written: Any) -> None:
     recipe = load_recipe(written(), ["dataset.expected.sequences=1000", "dataset.expected.mean_tokens=500"])
-    lengths, _ = sequence_lengths(recipe)
+    lengths = sequence_lengths(recipe).tokens
     assert len(lengths) == 1000
     assert int(lengths.sum()) == 500_000
     assert 1 <= lengths.min() < lengths.max() <= recipe.dataset.max_length

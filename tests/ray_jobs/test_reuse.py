@@ -11,6 +11,7 @@ import pytest
 import tiny_run
 
 from ray_jobs import extract, generate, job
+from ray_jobs.planning import estimate, print_plan
 from ray_jobs.recipe import load_recipe
 from ray_jobs.worker import ReplicaActor
 from storage import open_dataset
@@ -23,8 +24,8 @@ def given(numbers: range) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def test_only_sequences_that_no_earlier_dataset_holds_are_extracted(
-    tmp_path: Path, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_sequences_that_no_earlier_dataset_holds_are_extracted_and_planned(
+    tmp_path: Path, tiny_verifier: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
@@ -67,6 +68,20 @@ def test_only_sequences_that_no_earlier_dataset_holds_are_extracted(
     for states in after.stream():
         if states.id in rows:
             assert (states.hidden.view(np.uint16) == rows[states.id].hidden.view(np.uint16)).all()
+    plan = estimate(recipe)
+    assert (plan["sequences"], plan["reused_sequences"]) == (24, 12)
+    assert plan["reused_tokens"] == sum(len(states.token_ids) for states in rows.values())
+    timed = [
+        load_recipe(path, ["extraction.tokens_per_second=1", f"dataset.reuse={uris}"])
+        for uris in ("[]", [first.dataset.uri])
+    ]
+    hours = [estimate(one)["hours"] for one in timed]
+    assert (hours[0] - hours[1]) * 3600 == pytest.approx(plan["reused_tokens"])
+    print_plan(recipe)
+    assert "12 sequences, " in capsys.readouterr().out
+    other = load_recipe(path, ["extraction.capture_layers=[0,1,2]"])
+    assert estimate(other)["reused_tokens"] == 0
+    assert "capture_layers" in estimate(other)["reuse_skips"][first.dataset.uri]
     told = [json.loads(row["receipt"])["written_by"] for row in after.shards_table().to_pylist()]
     assert sum(one.get("reused_sequences", 0) for one in told) == 12
     assert any(one.get("reused_sequences", 0) > 0 for one in told if "engine" in one or "host" in one)
