@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from benchmarks.idle import IdleActor, IdleUnit
 from benchmarks.report import Report, arguments
@@ -42,6 +41,7 @@ from storage.commit import publish_plan
 from storage.objects import open_store
 from storage.plan import Plan, make_plan
 from storage.sequences import Sequence, sequence_table
+from storage.token_chunks import TableRows
 from storage.writer import ShardWriter, shard_identity
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +105,7 @@ def supervise(actor: type, arguments: tuple[Any, ...], recipe: Recipe, **options
 
 def planned(
     recipe: Recipe, uri: str, lengths: list[int], vocab: int, contract: Any, shard: int
-) -> tuple[Plan, pa.Table]:
+) -> tuple[Plan, TableRows]:
     rows = np.random.default_rng(1)
     table = sequence_table(
         Sequence("chat", f"g{at}", rows.integers(5, vocab, length).astype(np.int32), np.ones(length, bool))
@@ -113,7 +113,7 @@ def planned(
     )
     plan = make_plan(table, contract, "lossless", shard_length=shard, teacher=recipe.extraction.teacher)
     publish_plan(open_store(uri), plan, table)
-    return plan, table
+    return plan, TableRows(table)
 
 
 # ---- engine --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import contextlib
 
 from ray_jobs import job
 from ray_jobs.filling import fill
-from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hashes
+from ray_jobs.inputs import Inputs, Verifier, compose_sequences, make_contract, open_verifier, sampling_hashes
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.supervisor import Supervisor
@@ -28,6 +28,7 @@ from storage.repair import clear_damaged_plan, damaged_shards, require_whole, re
 from storage.reuse import Reusable, fill_reusable, find_reusable
 from storage.seal import Seal, load_seal, scan_shards, seal_dataset, some
 from storage.shards_table import Scanned
+from storage.spool import SequenceSpool, SpooledSequences
 from storage.teacher import teacher_keys
 from storage.writer import ShardWriter, shard_identity
 
@@ -37,10 +38,19 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
     retry = bool(getattr(args, "retry_quarantined", False))
     job.require(args.repair or not args.shards, "--shards names the shards that --repair checks; give --repair, too")
     verifier = open_verifier(recipe)
-    inputs = Inputs(recipe.dataset.inputs_uri)
-    prompts = inputs.read_prompts(recipe, verifier, "extract")
-    responses = inputs.read_responses(sampling_hashes(recipe, verifier, prompts))
-    sequences, counts = compose_sequences(prompts, responses, inputs.store.uri)
+    with SequenceSpool() as spool:  # tokens wait on disk; in memory lie those of the shards that are missing
+        _run(recipe, args, retry, verifier, spool, replicas)
+
+
+def _run(
+    recipe: Recipe,
+    args: argparse.Namespace,
+    retry: bool,
+    verifier: Verifier,
+    spool: SequenceSpool,
+    replicas: Supervisor | None,
+) -> None:
+    sequences, counts = _sequences(recipe, verifier, spool)
     contract = make_contract(recipe, verifier)
     plan = make_plan(
         sequences,
@@ -106,6 +116,13 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
         seal.raw_bytes / seal.stored_bytes,
         store.uri,
     )
+
+
+def _sequences(recipe: Recipe, verifier: Verifier, spool: SequenceSpool) -> tuple[SpooledSequences, dict[str, int]]:
+    inputs = Inputs(recipe.dataset.inputs_uri)
+    prompts = inputs.read_prompts(recipe, verifier, "extract")
+    responses = inputs.read_responses(sampling_hashes(recipe, verifier, prompts))
+    return compose_sequences(spool, prompts, responses, inputs.store.uri)
 
 
 def _sealed(store: ObjectStore) -> Seal | None:

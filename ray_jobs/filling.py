@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ray_jobs import job
 from ray_jobs.fill_report import FillReport
@@ -17,21 +16,19 @@ from ray_jobs.units import CalibrationUnit, ExtractUnit
 from storage.objects import ObjectStore
 from storage.plan import Plan
 from storage.reuse import Reusable
+from storage.token_chunks import SequenceRows
 from storage.writer import ShardWriter, shard_identity
 
 
 def make_units(
     uri: str,
     plan: Plan,
-    sequences: pa.Table,
+    sequences: SequenceRows,
     shards: set[int],
     reusable: Reusable | None = None,
     check: set[str] | None = None,
 ) -> list[ExtractUnit]:
-    """The work units of `shards`. sequences: `TOKENS_SCHEMA`, the table the plan was made from. check: ids to be checked."""
-    token_ids = sequences["token_ids"].combine_chunks()
-    flat, offsets = token_ids.flatten().to_numpy(), token_ids.offsets.to_numpy()
-    offsets = offsets - offsets[0]
+    """The work units of `shards`. sequences: what the plan was made from. check: ids to be checked."""
     units = []
     for unit in plan.units():
         if shards.isdisjoint(range(unit.shard, unit.shard + unit.shards)):
@@ -42,7 +39,7 @@ def make_units(
                 uri,
                 unit.shard,
                 ids,
-                [flat[offsets[row] : offsets[row + 1]] for row in unit.rows],
+                [sequences.row(int(row))[0] for row in unit.rows],
                 reusable.known(plan, unit) if reusable else {},
                 check=tuple(at for at, key in enumerate(ids) if key in (check or ())),
             )
@@ -50,17 +47,17 @@ def make_units(
     return units
 
 
-def calibration_unit(uri: str, plan: Plan, sequences: pa.Table, count: int) -> CalibrationUnit:
+def calibration_unit(uri: str, plan: Plan, sequences: SequenceRows, count: int) -> CalibrationUnit:
     """`count` sequences spread over the plan: every k-th by id, so all sources have their share."""
     rows = np.unique(np.linspace(0, len(plan.table) - 1, min(count, len(plan.table))).astype(int))
-    return CalibrationUnit(uri, [np.array(sequences["token_ids"][int(row)].as_py(), np.int32) for row in rows])
+    return CalibrationUnit(uri, [sequences.row(int(row))[0] for row in rows])
 
 
 def fill(
     recipe: Recipe,
     store: ObjectStore,
     plan: Plan,
-    sequences: pa.Table,
+    sequences: SequenceRows,
     missing: set[int],
     supervisor: Supervisor,
     reusable: Reusable,

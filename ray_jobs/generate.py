@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ray_jobs import job
 from ray_jobs.answers import QUARANTINED, clear_parts, response_of, unit_key
-from ray_jobs.inputs import Inputs, Verifier, generated_table, open_verifier, sampling_hashes
+from ray_jobs.inputs import Inputs, Verifier, generated_table, open_verifier, prompt_rows, sampling_hashes
 from ray_jobs.prompts import end_ids, load_tokenizer
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
@@ -123,7 +123,7 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
         _summarise(recipe, verifier, inputs, prompts, ends, "all answered before")
         return
     job.start_ray()
-    units = make_units(recipe, prompts.to_pylist(), settings, hashes, inputs.store.uri, finished)
+    units = make_units(recipe, list(prompt_rows(prompts)), settings, hashes, inputs.store.uri, finished)
     job.log.info("generate start prompts=%d answered_before=%d units=%d", pending, len(finished), len(units))
     progress = job.Progress("generate", "units", len(units))
     given_up = sum(stored[prompt].finish_reason == QUARANTINED for prompt in finished)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ from storage.contract import Contract, sha256_json
 from storage.errors import RecipeError, StatehouseError
 from storage.layout import parquet_bytes
 from storage.objects import ObjectMissing, ObjectStore, open_store
-from storage.sequences import Sequence, sequence_table
+from storage.sequences import Sequence
+from storage.spool import SequenceSpool, SpooledSequences
+from storage.token_chunks import TableRows
 
 log = logging.getLogger("statehouse")
 
@@ -232,37 +234,48 @@ class Inputs:
         self.store.put(GENERATE_SUMMARY, json.dumps(summary, indent=1, sort_keys=True).encode() + b"\n")
 
 
+def prompt_rows(prompts: pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows of `PROMPTS_SCHEMA`, token ids and loss mask as arrays [T]: as lists they would take nine times the memory."""
+    for batch in prompts.to_batches(max_chunksize=1024):
+        tokens = TableRows(pa.Table.from_batches([batch]))
+        rest = batch.select([name for name in batch.schema.names if name not in ("token_ids", "loss_mask")])
+        for at, row in enumerate(rest.to_pylist()):
+            ids, mask = tokens.row(at)
+            yield {**row, "token_ids": ids, "loss_mask": mask}
+
+
 def answered(prompt: Mapping[str, Any], response: Response) -> Sequence:
     """A prompt (`PROMPTS_SCHEMA`) and the response to it, which is what counts for the loss."""
     said = np.ones(len(response.token_ids), bool)
     if response.forced is not None:
         said[response.forced] = False  # the verifier never chose it
-    ids = np.concatenate([np.array(prompt["token_ids"], np.int32), response.token_ids])
-    mask = np.concatenate([np.array(prompt["loss_mask"], bool), said])
+    ids = np.concatenate([prompt["token_ids"], response.token_ids])
+    mask = np.concatenate([prompt["loss_mask"], said])
     return Sequence(prompt["source"], prompt["group"], ids, mask)
 
 
 def generated_table(prompts: pa.Table, rows: Mapping[str, dict[str, Any]]) -> pa.Table:
     """`GENERATED_SCHEMA` of prompts and the response_rows to them, those without a token left out."""
     found = []
-    for prompt in prompts.to_pylist():
+    for prompt in prompt_rows(prompts):
         row = rows[prompt["id"]]
-        if row["token_ids"]:
+        if len(row["token_ids"]):
             found.append({**row, **prompt, "id": answered(prompt, response_of(row)).id, "prompt_id": prompt["id"]})
     return pa.Table.from_pylist(
         [{name: one.get(name) for name in GENERATED_SCHEMA.names} for one in found], GENERATED_SCHEMA
     )
 
 
-def compose_sequences(prompts: pa.Table, responses: dict[str, Response], uri: str) -> tuple[pa.Table, dict[str, int]]:
-    """Prompts with their responses, and given sequences, as `TOKENS_SCHEMA`; and counts worth telling.
+def compose_sequences(
+    spool: SequenceSpool, prompts: pa.Table, responses: Mapping[str, Response], uri: str
+) -> tuple[SpooledSequences, dict[str, int]]:
+    """Prompts with their responses, and given sequences, in a new spool; and counts worth telling.
 
     Raises StatehouseError when responses are missing.
     """
-    sequences: list[Sequence] = []
     counts = dict.fromkeys(("given", "generated", "length_capped", "empty", "quarantined", "duplicates"), 0)
     missing = 0
-    for row in prompts.to_pylist():
+    for row in prompt_rows(prompts):
         if row["kind"] == "generate":
             if row["id"] not in responses:
                 missing += 1
@@ -276,15 +289,14 @@ def compose_sequences(prompts: pa.Table, responses: dict[str, Response], uri: st
                 continue
             counts["generated"] += 1
             counts["length_capped"] += response.finish_reason == "length"
-            sequences.append(answered(row, response))
+            spool.add(answered(row, response))
         else:
             counts["given"] += 1
-            token_ids, mask = np.array(row["token_ids"], np.int32), np.array(row["loss_mask"], bool)
-            sequences.append(Sequence(row["source"], row["group"], token_ids, mask))
+            spool.add(Sequence(row["source"], row["group"], row["token_ids"], row["loss_mask"]))
     if missing:
         raise StatehouseError(
             f"{uri}: {missing} of {len(prompts)} prompts have no response yet; run `python -m ray_jobs.generate RECIPE`"
         )
-    table = sequence_table(sequences)
-    counts["duplicates"] = len(sequences) - len(table)
-    return table, counts
+    sequences = spool.finish()
+    counts["duplicates"] = spool.count - len(sequences)
+    return sequences, counts

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ray_jobs.inputs import Inputs, Verifier, answered, make_contract, open_verifier, sampling_hashes
+from ray_jobs.inputs import Inputs, Verifier, answered, make_contract, open_verifier, prompt_rows, sampling_hashes
 from ray_jobs.prompt_files import input_files
 from ray_jobs.prompts import Limits, end_ids, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe
@@ -70,7 +70,7 @@ def sequence_lengths(recipe: Recipe) -> Lengths:
     lengths: dict[str, int] = {}
     ids: dict[str, str | None] = {}
     waiting = 0
-    for prompt in prompts.to_pylist():
+    for prompt in prompt_rows(prompts):
         key, length = prompt["id"], len(prompt["token_ids"])
         if prompt["kind"] != "generate":
             lengths[key], ids[key] = length, key

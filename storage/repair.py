@@ -43,6 +43,7 @@ from storage.seal import Seal, load_seals, load_shards_table, receipt_copy, rese
 from storage.shard import ShardIdentity, corrupt, pack_trailer, read_footer
 from storage.shard_check import Progress, require_shard
 from storage.teacher import wrong_object
+from storage.token_chunks import SequenceRows
 from storage.verify import Finding, Report, verify
 from storage.writer import document_identity, shard_identity
 
@@ -219,7 +220,7 @@ def restore_offset(store: ObjectStore) -> bool:
     return True
 
 
-def clear_damaged_plan(store: ObjectStore, plan: Plan, sequences: pa.Table | None = None) -> list[str]:
+def clear_damaged_plan(store: ObjectStore, plan: Plan, sequences: pa.Table | SequenceRows | None = None) -> list[str]:
     """Deletes objects of the plan that were read twice and are damaged, so that `publish_plan` writes them again; returns
     their keys.
 

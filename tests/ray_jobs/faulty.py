@@ -33,6 +33,7 @@ from storage.seal import seal_dataset
 from storage.sequences import Sequence as Conversation
 from storage.sequences import sequence_table
 from storage.teacher import TeacherSummary
+from storage.token_chunks import TableRows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = tiny.VOCAB
@@ -183,10 +184,9 @@ class Case:
         return missing_shards(open_store(self.uri), self.plan, repair=False)
 
     def fill(self, supervisor: Supervisor) -> Any:
+        rows = TableRows(self.sequences)
         with supervisor:
-            return fill(
-                self.recipe, open_store(self.uri), self.plan, self.sequences, self.missing(), supervisor, Reusable()
-            )
+            return fill(self.recipe, open_store(self.uri), self.plan, rows, self.missing(), supervisor, Reusable())
 
     def seal(self) -> None:
         share = self.recipe.extraction.max_quarantined

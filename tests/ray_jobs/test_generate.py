@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from jobs import Finished
-from tiny_run import InProcess
+from tiny_run import InProcess, composed
 
 from ray_jobs import generate, job
 from ray_jobs.generate import make_units, prompt_seed, settings_of, tally
-from ray_jobs.inputs import Inputs, compose_sequences, open_verifier, sampling_hash, sampling_hashes
+from ray_jobs.inputs import Inputs, open_verifier, sampling_hash, sampling_hashes
 from ray_jobs.prompts import load_tokenizer
 from ray_jobs.recipe import load_recipe
 from ray_jobs.replicas import open_replica
@@ -135,9 +135,9 @@ def test_a_job_that_dies_between_two_units_draws_nothing_twice(
     inputs = Inputs(loaded.dataset.inputs_uri)
     prompts = inputs.read_prompts(loaded, verifier, "extract")
     responses = inputs.read_responses(sampling_hashes(loaded, verifier, prompts))
-    sequences, _ = compose_sequences(prompts, responses, inputs.uri)
+    sequences, _ = composed(prompts, responses, inputs.uri)
     how = {row["id"]: row for row in pq.read_table(f"{inputs.uri}/generated.parquet").to_pylist()}
-    assert sorted(how) == sequences["id"].to_pylist()
+    assert sorted(how) == [row["id"] for row in sequences]
     by_prompt = {row["prompt_id"]: row for row in rows}
     for row in how.values():
         assert {
@@ -176,7 +176,7 @@ def test_a_quarantined_prompt_is_told_left_out_and_can_be_asked_again(
     summary = json.loads(Path(f"{inputs.uri}/generate.json").read_text())
     (poison,) = summary["quarantined"]
     assert (summary["quarantined"][poison], summary["responses"], summary["empty"]) == ("it died", 23, 0)
-    _, counts = compose_sequences(prompts, inputs.read_responses(hashes), inputs.uri)
+    _, counts = composed(prompts, inputs.read_responses(hashes), inputs.uri)
     assert (counts["generated"], counts["quarantined"], counts["empty"]) == (23, 1, 0)
 
     answer(path, monkeypatch, replicas=Poisoned(True))  # it is not asked again unless somebody says so
@@ -186,7 +186,7 @@ def test_a_quarantined_prompt_is_told_left_out_and_can_be_asked_again(
     generate.run(loaded, again, Poisoned(False))  # type: ignore[arg-type]
     assert limits == [1, 1, 1]
     assert json.loads(Path(f"{inputs.uri}/generate.json").read_text())["quarantined"] == {}
-    sequences, counts = compose_sequences(prompts, inputs.read_responses(hashes), inputs.uri)
+    sequences, counts = composed(prompts, inputs.read_responses(hashes), inputs.uri)
     assert (counts["generated"], counts["quarantined"], len(sequences)) == (24, 0, 24)
 
 
@@ -204,9 +204,9 @@ def test_a_thinking_budget_ends_a_real_verifiers_thinking(
     ended = [one for one in responses.values() if one.forced is not None]
     assert ended
     assert all(one.forced == 5 and one.token_ids[5] == 2 and len(one.token_ids) <= 12 for one in ended)
-    table, counts = compose_sequences(prompts, responses, inputs.uri)
+    table, counts = composed(prompts, responses, inputs.uri)
     assert counts["generated"] == 4
-    masks = {len(row["token_ids"]) - sum(row["loss_mask"]) for row in table.to_pylist()}
+    masks = {len(row["token_ids"]) - sum(row["loss_mask"]) for row in table}
     lengths = {len(row["token_ids"]) for row in prompts.to_pylist()}
     assert masks <= lengths | {length + 1 for length in lengths}  # the forced token does not count
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_run import composed
 
 from ray_jobs.answers import commit, unit_key
-from ray_jobs.inputs import Inputs, compose_sequences, make_contract, open_verifier, sampling_hash
+from ray_jobs.inputs import Inputs, make_contract, open_verifier, sampling_hash
 from ray_jobs.recipe import Recipe, load_recipe
 from ray_jobs.replicas.replica import Sampling
 from ray_jobs.thinking import Response
@@ -102,15 +103,15 @@ def test_sequences_are_prompt_and_response_with_the_mask_on_the_response(ready: 
     ids = prompts["id"].to_pylist()
     store(inputs, sampling, {ids[0]: ([7, 8, 2], "stop"), ids[1]: ([9], "length")})
     with pytest.raises(StatehouseError, match="2 of 4 prompts have no response yet"):
-        compose_sequences(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
+        composed(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
     assert store(inputs, sampling, {ids[2]: ([5, 2], "stop"), ids[3]: ([], "stop")})
     assert not store(inputs, sampling, {ids[2]: ([6, 2], "stop"), ids[3]: ([1], "stop")})
-    table, counts = compose_sequences(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
+    table, counts = composed(prompts, inputs.read_responses(dict.fromkeys(ids, sampling)), inputs.uri)
     assert counts == {"given": 0, "generated": 3, "length_capped": 1, "empty": 1, "quarantined": 0, "duplicates": 0}
-    said = {tuple(np.array(row["token_ids"])[np.array(row["loss_mask"])].tolist()) for row in table.to_pylist()}
+    said = {tuple(np.array(row["token_ids"])[np.array(row["loss_mask"])].tolist()) for row in table}
     assert said == {(7, 8, 2), (9,), (5, 2)}
     questions = dict(zip(ids, prompts["token_ids"].to_pylist(), strict=True))
-    for row in table.to_pylist():
+    for row in table:
         assert np.array(row["token_ids"])[~np.array(row["loss_mask"])].tolist() in list(questions.values())
 
 

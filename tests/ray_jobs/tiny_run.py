@@ -23,13 +23,14 @@ from drafter.sources import Request, open_sources
 from drafter.verifier_head import VerifierHead
 from drafter.verifier_weights import read_verifier_weights
 from ray_jobs import extract, generate, job
-from ray_jobs.inputs import Inputs, inputs_hash, open_verifier
+from ray_jobs.inputs import Inputs, compose_sequences, inputs_hash, open_verifier
 from ray_jobs.policies import Outcome
 from ray_jobs.prompt_files import fingerprints, input_files
 from ray_jobs.prompts import PROMPTS_SCHEMA, Limits, load_tokenizer, prepare_file
 from ray_jobs.recipe import Recipe, load_recipe
 from ray_jobs.worker import ReplicaActor
 from storage import open_dataset
+from storage.spool import SequenceSpool
 from vocab.mapping import DraftVocab
 
 SIZE, STEPS = 300, 3
@@ -49,6 +50,17 @@ def prepare(path: Path) -> None:
         pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA),
         {"inputs_hash": inputs_hash(recipe, verifier), "files": fingerprints(recipe)},
     )
+
+
+def composed(prompts: pa.Table, responses: Any, uri: str) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The sequences that `extract` would plan, as rows, and their counts."""
+    with SequenceSpool() as spool:
+        found, counts = compose_sequences(spool, prompts, responses, uri)
+        rows = [
+            {"id": key, "token_ids": ids.tolist(), "loss_mask": mask.tolist()}
+            for key, (ids, mask) in zip(found.table["id"].to_pylist(), map(found.row, range(len(found))), strict=True)
+        ]
+    return rows, counts
 
 
 def write_recipe(folder: Path, verifier: Path, rows: dict[str, list[dict[str, Any]]], **sections: Any) -> Path:
