@@ -70,7 +70,7 @@ def read_rows(store: ObjectStore, key: str) -> list[dict[str, Any]]:
         rows = table.drop_columns(["token_ids"]).to_pylist()
         # A list of Python's integers takes nine times the memory.
         return [{**row, "token_ids": np.array(ids[at].values, np.int32)} for at, row in enumerate(rows)]
-    except (pa.ArrowException, KeyError, ValueError):
+    except (pa.ArrowException, KeyError, ValueError, TypeError):
         raise StatehouseError(
             f"{store.uri}/{key}: damaged; delete it and run `python -m ray_jobs.generate RECIPE` again"
         ) from None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from storage.codecs import CODEC_NAMES, codec_by_name
 from storage.errors import StatehouseError
@@ -50,6 +51,14 @@ class DatasetConfig(BaseModel):
     @classmethod
     def _whole_uris(cls, uris: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(cls._no_trailing_slash(uri) for uri in uris)
+
+    @model_validator(mode="after")
+    def _reuses_others(self) -> Self:
+        if self.uri in self.reuse:
+            raise ValueError(
+                f"dataset.reuse names dataset.uri itself, {self.uri}; name earlier datasets, or leave it out"
+            )
+        return self
 
     @field_validator("codec")
     @classmethod

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ray_jobs import answers
-from ray_jobs.answers import Parts, commit, find, read_parts, unit_key
+from ray_jobs.answers import RESPONSES_SCHEMA, Parts, commit, find, read_parts, unit_key
 from ray_jobs.replicas.replica import Sampling
 from ray_jobs.thinking import Response
 from ray_jobs.units import GenerateUnit
 from storage.errors import StatehouseError, StoreError
+from storage.layout import parquet_bytes
 from storage.objects import LocalStore
 
 
@@ -80,9 +83,13 @@ def test_a_damaged_part_is_drawn_again_and_a_damaged_unit_is_named(tmp_path: Pat
     assert read_parts(store, unit) == {}
     commit(store, unit, {at: said(at) for at in range(6)})
     (key,) = store.sizes("responses")
-    store.put(key, store.get(key)[:-7])
-    with pytest.raises(StatehouseError, match=r"responses/.*: damaged; delete it"):
-        find(store, unit)
+    whole = store.get(key)
+    without_ids = pq.read_table(pa.BufferReader(whole)).to_pylist()
+    without_ids[3]["token_ids"] = None
+    for damaged in (whole[:-7], b"", parquet_bytes(pa.Table.from_pylist(without_ids, RESPONSES_SCHEMA))):
+        store.put(key, damaged)
+        with pytest.raises(StatehouseError, match=r"responses/.*: damaged; delete it"):
+            find(store, unit)
 
 
 def test_of_two_drivers_the_first_counts_and_the_other_adopts_it(tmp_path: Path) -> None:

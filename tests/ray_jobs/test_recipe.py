@@ -130,6 +130,7 @@ def test_overrides_set_keys_in_sections_and_lists(written: Any) -> None:
         ({"trainig": {}}, [], r"unknown key 'trainig'; (did you mean|known keys)"),
         ({}, ["dataset.codec=gzip"], "key 'dataset.codec' is 'gzip': must be one of lossless"),
         ({}, ["dataset.uri=''"], "key 'dataset.uri' is '': must name a folder"),
+        ({}, ["dataset.uri=x", "dataset.reuse=[x/]"], "dataset.reuse names dataset.uri itself"),
         ({}, ["extraction.replicas=0"], "key 'extraction.replicas' is 0"),
         ({"prompts": []}, [], "key 'prompts'"),
         ({"dataset": {}}, [], "key 'dataset.uri' is missing"),
