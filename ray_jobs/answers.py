@@ -10,6 +10,7 @@ Of parts nothing else is known: `extract` never reads them, a damaged one is dra
 from __future__ import annotations
 
 import contextlib
+import io
 import secrets
 import threading
 import time
@@ -24,7 +25,6 @@ from ray_jobs.thinking import Response
 from ray_jobs.units import GenerateUnit
 from storage.contract import sha256_json
 from storage.errors import StatehouseError, StoreError
-from storage.layout import parquet_bytes
 from storage.objects import ObjectMissing, ObjectStore
 
 RESPONSES, PARTS = "responses", "parts"
@@ -62,7 +62,7 @@ def read_rows(store: ObjectStore, key: str) -> list[dict[str, Any]]:
     """`RESPONSES_SCHEMA` rows of one file, token ids as [T] int32. Raises ObjectMissing, and StatehouseError when it is damaged."""
     data = store.get(key)
     try:
-        table = pq.read_table(pa.BufferReader(data))
+        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         for field in RESPONSES_SCHEMA:
             if field.name not in _NEWER:
                 table[field.name].cast(field.type)
@@ -70,7 +70,7 @@ def read_rows(store: ObjectStore, key: str) -> list[dict[str, Any]]:
         rows = table.drop_columns(["token_ids"]).to_pylist()
         # A list of Python's integers takes nine times the memory.
         return [{**row, "token_ids": np.array(ids[at].values, np.int32)} for at, row in enumerate(rows)]
-    except (pa.ArrowException, KeyError, ValueError, TypeError):
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError):  # OSError: what was compressed is damaged
         raise StatehouseError(
             f"{store.uri}/{key}: damaged; delete it and run `python -m ray_jobs.generate RECIPE` again"
         ) from None
@@ -195,4 +195,7 @@ def _of_unit(unit: GenerateUnit, rows: Sequence[Mapping[str, Any]]) -> dict[int,
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
-    return parquet_bytes(pa.Table.from_pylist(rows, schema=RESPONSES_SCHEMA))
+    sink = io.BytesIO()
+    table = pa.Table.from_pylist(rows, schema=RESPONSES_SCHEMA)
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)  # a flipped bit would be another token
+    return sink.getvalue()

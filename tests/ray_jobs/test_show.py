@@ -47,10 +47,16 @@ def test_two_hundred_and_forty_real_sequences_half_of_them_reused_through_two_ki
     tmp_path: Path, ray_cluster: dict[str, str]
 ) -> None:
     log: list[str] = []
+    folder = Path(os.environ.get("STATEHOUSE_SHOW_DIR") or tmp_path / "show")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def tell(command: str, err: str) -> None:
+        log.extend([f"$ python -m ray_jobs.{command}", err])
+        (folder / "extraction.log").write_text("\n".join(log).replace(str(tmp_path), "..."))
 
     def run(job: str, path: Path) -> Finished:
         finished = finish(start_driver(job, path, **ray_cluster), 600)
-        log.extend([f"$ python -m ray_jobs.{job} {path.parent.name}/{path.name}", finished.err])
+        tell(f"{job} {path.parent.name}/{path.name}", finished.err)
         assert finished.code == 0, finished.err
         return finished
 
@@ -70,7 +76,7 @@ def test_two_hundred_and_forty_real_sequences_half_of_them_reused_through_two_ki
     wait_for_shards(uri, len(shard_times(uri)) + 3, 300)
     driver.kill()
     _, err = driver.communicate()
-    log.extend(["$ python -m ray_jobs.extract second/recipe.yaml    # an actor killed -9, then this driver", err])
+    tell("extract second/recipe.yaml    # an actor killed -9, then this driver", err)
     before = shard_times(uri)
     last = run("extract", second)
     assert "finished_before=" in last.err
@@ -91,8 +97,5 @@ def test_two_hundred_and_forty_real_sequences_half_of_them_reused_through_two_ki
     assert checks
     assert max(max(check["relative_l2"]) for check in checks) < 0.1
     assert verify(LocalStore(uri), full=True).ok
-    if folder := os.environ.get("STATEHOUSE_SHOW_DIR"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "extraction.log").write_text("\n".join(log).replace(str(tmp_path), "..."))
-        card = [sys.executable, "-m", "storage.cli", "card", str(uri), "--output", str(Path(folder) / "card.html")]
-        subprocess.run(card, check=True, cwd=ROOT)
+    card = [sys.executable, "-m", "storage.cli", "card", str(uri), "--output", str(folder / "card.html")]
+    subprocess.run(card, check=True, cwd=ROOT)
