@@ -25,6 +25,7 @@ from storage.verify import verify
 
 pytest.importorskip("sglang")
 pytestmark = [pytest.mark.ray, pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1500)]
+ONE = ("extraction.replicas=1",)  # an engine takes most of a minute to start
 SOURCES = ("code", "maths", "chat", "prose", "instructions")
 
 
@@ -54,21 +55,21 @@ def test_two_hundred_and_forty_real_sequences_half_of_them_reused_through_two_ki
         log.extend([f"$ python -m ray_jobs.{command}", err])
         (folder / "extraction.log").write_text("\n".join(log).replace(str(tmp_path), "..."))
 
-    def run(job: str, path: Path) -> Finished:
-        finished = finish(start_driver(job, path, **ray_cluster), 600)
-        tell(f"{job} {path.parent.name}/{path.name}", finished.err)
+    def run(job: str, path: Path, *overrides: str) -> Finished:
+        finished = finish(start_driver(job, path, *overrides, **ray_cluster), 600)
+        tell(" ".join([job, f"{path.parent.name}/{path.name}", *overrides]), finished.err)
         assert finished.code == 0, finished.err
         return finished
 
     first = recipe(tmp_path / "first", 24)
     for job in ("prepare", "generate", "extract"):
-        run(job, first)
+        run(job, first, *ONE)
     second = recipe(tmp_path / "second", 48, reuse=[str(tmp_path / "first" / "dataset")])
     uri = tmp_path / "second" / "dataset"
     run("prepare", second)
     # The first half's answers, so that their sequences are the very same.
     shutil.copytree(tmp_path / "first" / "dataset-inputs" / "responses", f"{uri}-inputs/responses")
-    run("generate", second)
+    run("generate", second, *ONE)
 
     driver = start_driver("extract", second, **ray_cluster)
     wait_for_shards(uri, 2, 300)
