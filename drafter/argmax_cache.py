@@ -28,7 +28,13 @@ class ArgmaxCache:
 
     @torch.no_grad()
     def fill(self, batch: PackedBatch) -> PackedBatch:
-        """The batch with argmax_T; positions that the loss does not ask for are 0. Everything on the batch's device."""
+        """The batch with argmax_T; positions that the loss does not ask for are 0. Everything on the batch's device.
+
+        A stored top-k says it outright.
+        """
+        if batch.top_k is not None:
+            return replace(batch, argmax_T=batch.top_k.ids_TK[:, 0])
+        assert batch.final_TD is not None
         device = batch.token_ids_T.device
         wanted_T = loss_rows(batch.loss_mask_T, batch.lengths, 1)[0].roll(1)  # the teacher of row t stands at t + 1
         argmax_T = torch.zeros_like(batch.token_ids_T)

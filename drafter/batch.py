@@ -1,6 +1,7 @@
 """A micro-batch: sequences side by side, without padding.
 
-Shape suffixes as in drafter/model.py, and L = K + 1 stored states of a token: the captured layers, then the final one.
+Shape suffixes as in drafter/model.py, and L stored states of a token: the captured layers, then the final one, unless the
+dataset stores the verifier's likeliest tokens instead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafter.errors import DrafterError
+from drafter.teacher import TopK
 from storage.states import States
 from storage.torch_decode import join_planes
 
@@ -20,19 +22,21 @@ from storage.torch_decode import join_planes
 @dataclass(frozen=True)
 class PackedBatch:
     """token_ids_T: [T] int64. loss_mask_T: [T] bool. features_TF: [T, F] bf16, the captured layers in ascending order.
-    final_TD: [T, D] bf16, the verifier's state after its last norm. lengths, rows: of each sequence; rows tell them
-    apart over a run. argmax_T: [T] int64, the verifier's likeliest next token where the loss asks for it, if it is known.
-    states_TLH: [T, L, D], what features and final states are views of, if they are.
+    final_TD: [T, D] bf16, the verifier's state after its last norm; None where top_k is what the verifier says.
+    lengths, rows: of each sequence; rows tell them apart over a run. argmax_T: [T] int64, the verifier's likeliest next
+    token where the loss asks for it, if it is known. states_TLH: [T, L, D], what features and final states are views of,
+    if they are.
     """
 
     token_ids_T: Tensor
     loss_mask_T: Tensor
     features_TF: Tensor
-    final_TD: Tensor
+    final_TD: Tensor | None
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
     argmax_T: Tensor | None = None
     states_TLH: Tensor | None = None
+    top_k: TopK | None = None
 
     @classmethod
     def of_states(
@@ -42,8 +46,15 @@ class PackedBatch:
         states_TLH: Tensor,
         lengths: tuple[int, ...],
         rows: tuple[int, ...],
+        top_k: TopK | None = None,
     ) -> PackedBatch:
-        """From bf16 states [T, L, D]. Raises DrafterError for states without a captured layer and the final one."""
+        """From bf16 states [T, L, D], which are captured layers alone where there is a top_k.
+
+        Raises DrafterError for states without a captured layer and the final one.
+        """
+        if top_k is not None:
+            features = states_TLH.flatten(1)
+            return cls(token_ids_T, loss_mask_T, features, None, lengths, rows, None, states_TLH, top_k)
         if states_TLH.shape[1] < 2:
             raise DrafterError(
                 f"states: expected captured layers and the final state, found {states_TLH.shape[1]} of them"
@@ -60,10 +71,12 @@ class PackedBatch:
             return tensor.to(device, non_blocking=True)
 
         token_ids, loss_mask = moved(self.token_ids_T), moved(self.loss_mask_T)
+        top_k = None if self.top_k is None else self.top_k.to(device)
         if self.states_TLH is None:
-            features, final = moved(self.features_TF), moved(self.final_TD)
-            return PackedBatch(token_ids, loss_mask, features, final, self.lengths, self.rows)
-        return PackedBatch.of_states(token_ids, loss_mask, moved(self.states_TLH), self.lengths, self.rows)
+            features = moved(self.features_TF)
+            final = None if self.final_TD is None else moved(self.final_TD)
+            return PackedBatch(token_ids, loss_mask, features, final, self.lengths, self.rows, top_k=top_k)
+        return PackedBatch.of_states(token_ids, loss_mask, moved(self.states_TLH), self.lengths, self.rows, top_k)
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,7 @@ class Planes:
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
     coded: tuple[tuple[str, np.ndarray | None], ...]
+    top_k: TopK | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
         """Joined, on this device."""
@@ -91,7 +105,8 @@ class Planes:
             states[low : low + length] = join_planes(planes[:, low : low + length], codec, known)
             low += length
         token_ids, loss_mask = (one.to(device, non_blocking=True) for one in (self.token_ids_T, self.loss_mask_T))
-        return PackedBatch.of_states(token_ids, loss_mask, states, self.lengths, self.rows)
+        top_k = None if self.top_k is None else self.top_k.to(device)
+        return PackedBatch.of_states(token_ids, loss_mask, states, self.lengths, self.rows, top_k)
 
 
 def pack(rows: Sequence[int], states: Sequence[States]) -> PackedBatch:

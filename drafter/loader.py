@@ -3,7 +3,8 @@
 Sequences are read into the memory of their micro-batch, several at a time and across micro-batches, so that neither the
 store nor the processor waits for the last one of each.
 
-Shape suffixes as in drafter/model.py, and L = K + 1 stored states of a token: the captured layers, then the final one.
+Shape suffixes as in drafter/model.py, and L stored states of a token: the captured layers, then the final one, unless the
+dataset has the verifier's likeliest tokens instead; those are read along then.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from drafter.errors import DrafterError
 from drafter.patience import patiently
 from drafter.recipe import LoaderSection
 from drafter.sources import Items
+from drafter.teacher import TopK
 from storage.buffers import BufferPool
 from storage.errors import ShardCorrupt
 from storage.mix import Mixture
 from storage.reader import Dataset
+from storage.teacher import topk_of
 
 log = logging.getLogger("statehouse")
 
@@ -77,6 +80,7 @@ class _Reading:
     states: Tensor
     futures: list[Future[None]]
     bytes: int
+    top_k: TopK | None = None
 
 
 class Loader:
@@ -105,7 +109,9 @@ class Loader:
         self._skip, self._pinned = bad_shards == "skip", device is not None and device.type == "cuda"
         geometry = mixture.datasets[0].plan.geometry
         self._shape = (geometry.layers, geometry.hidden_size)
-        if geometry.layers < 2:
+        absent = mixture.contract.final_state == "absent"
+        self._k = topk_of(mixture.datasets[0].plan.teacher) if absent else 0
+        if geometry.layers < 2 and not absent:
             raise DrafterError(
                 f"{mixture.datasets[0].uri}: expected captured layers and the final state, found {geometry.layers} of them"
             )
@@ -211,7 +217,8 @@ class Loader:
             states = torch.from_numpy(memory.reshape(shape))
         token_ids_T = torch.empty(tokens, dtype=torch.int64, pin_memory=self._pinned)
         loss_mask_T = torch.empty(tokens, dtype=torch.bool, pin_memory=self._pinned)
-        reading = _Reading(chosen, token_ids_T, loss_mask_T, states, [], size)
+        top_k = TopK.empty(tokens, self._k, self._pinned) if self._k else None
+        reading = _Reading(chosen, token_ids_T, loss_mask_T, states, [], size, top_k)
         low = 0
         for item, length in zip(chosen.tolist(), lengths.tolist(), strict=True):
             reading.futures.append(pool.submit(self._read, reading, item, low, low + length))
@@ -229,14 +236,17 @@ class Loader:
         states = reading.states.numpy()
         try:
             token_ids, loss_mask = patiently(
-                lambda: self._fill(dataset, row, part, states, low, high), self.section.patience_s, self._stop
-            )
+                lambda: self._fill(dataset, row, part, states, low, high, reading.top_k),
+                self.section.patience_s, self._stop,
+            )  # fmt: skip
         except ShardCorrupt as error:
             if not self._skip:
                 raise
             bad = True
             self._say(error)
             states[..., low:high, :, :] = 0
+            if reading.top_k is not None:
+                reading.top_k.blank(slice(low, high))
             token_ids, loss_mask = np.zeros(high - low, np.int32), np.zeros(high - low, np.bool_)
         reading.token_ids_T.numpy()[low:high] = token_ids
         reading.loss_mask_T.numpy()[low:high] = loss_mask
@@ -250,8 +260,11 @@ class Loader:
             counts.bad_tokens += (high - low) * bad
 
     def _fill(
-        self, dataset: Dataset, row: int, part: tuple[int, int], states: np.ndarray, low: int, high: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, dataset: Dataset, row: int, part: tuple[int, int], states: np.ndarray, low: int, high: int,
+        top_k: TopK | None,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        if top_k is not None:
+            top_k.fill(low, dataset.teacher(row, part=part))
         if self.section.decode == "device":
             dataset.read_planes(row, out=states[:, low:high], part=part)
             token_ids, loss_mask = dataset.tokens(row)
@@ -288,5 +301,5 @@ class Loader:
             parts = self.items.part[reading.items].tolist()
             datasets = [self.mixture.datasets[part] for part in parts]
             coded = tuple((dataset.plan.codec, dataset.exponent_offset) for dataset in datasets)
-            return Planes(*tokens, reading.states, lengths, rows, coded)
-        return PackedBatch.of_states(*tokens, reading.states.view(torch.bfloat16), lengths, rows)
+            return Planes(*tokens, reading.states, lengths, rows, coded, reading.top_k)
+        return PackedBatch.of_states(*tokens, reading.states.view(torch.bfloat16), lengths, rows, reading.top_k)

@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter.errors import DrafterError
 from drafter.head_loss import HeadLoss
 from drafter.model import Drafter
-from drafter.teacher import HeadTeacher, Teacher, TopKTeacher
+from drafter.teacher import HeadTeacher, Teacher, TopK, TopKTeacher
 from drafter.ttt import check_batch, unroll
 from drafter.verifier_head import VerifierHead
 
@@ -47,7 +47,7 @@ def ttt_loss(
     token_ids_T: Tensor,
     loss_mask_T: Tensor,
     features_TF: Tensor,
-    final_TD: Tensor,
+    final_TD: Tensor | None,
     lengths: Sequence[int],
     *,
     steps: int,
@@ -57,28 +57,28 @@ def ttt_loss(
     kind: str = "soft_cross_entropy",
     out_of_vocabulary: str = "mask",
     step_weights: Sequence[float] | None = None,
-    top_k: tuple[Tensor, Tensor] | None = None,
+    top_k: TopK | None = None,
     rows: str = "served",
 ) -> Loss:
     """Loss of a packed batch: sum over steps k of decay^k times the summed loss of the rows, over the denominator.
 
     token_ids_T, features_TF, lengths: as for `drafter.ttt.unroll`. loss_mask_T: [T] bool. final_TD: [T, D] the
-    verifier's final hidden states, after its last norm.
+    verifier's final hidden states, after its last norm; not read where there is a top_k.
     denominator: positions of step 0, this batch's when left out; the whole step's when it is accumulated or
     distributed, and then losses are to be *added* over its parts.
     argmax_T: [T] int64, the verifier's likeliest token after each one, where the dataset stores it.
     kind: of `drafter.divergences`. out_of_vocabulary: what is learnt where the verifier's likeliest token is outside
     the draft vocabulary: nothing (`mask`), or its shares of the tokens inside (`renormalise`).
-    step_weights: [K], instead of decay^k. top_k: (ids [T, k] int64, logits [T, k]) of the verifier where they are
-    stored: the teacher, instead of final_TD's. rows: whose positions count, see `counted_rows`.
-    Raises DrafterError for shapes that do not agree.
+    step_weights: [K], instead of decay^k. top_k: the verifier's likeliest tokens where they are stored: the teacher,
+    instead of final_TD's (`drafter.teacher.TopKTeacher` says what becomes of the others). rows: whose positions count,
+    see `counted_rows`. Raises DrafterError for shapes that do not agree.
     """
     check_batch(drafter, token_ids_T, features_TF, lengths, steps)
     for name, part, shape in (
         ("loss mask", loss_mask_T, token_ids_T.shape),
         ("final states", final_TD, (len(token_ids_T), head.weight_VD.shape[1])),
         ("argmax", argmax_T, token_ids_T.shape),
-        ("top-k", None if top_k is None else top_k[0][:, 0], token_ids_T.shape),
+        ("top-k", None if top_k is None else top_k.logsumexp_T, token_ids_T.shape),
         ("step weights", None if step_weights is None else torch.tensor(step_weights), torch.Size([steps])),
     ):
         if part is not None and part.shape != shape:
@@ -87,17 +87,18 @@ def ttt_loss(
     taught_T = torch.stack([row.roll(1 + k) for k, row in enumerate(wanted_KT)]).any(0)
     teacher_M = taught_T.nonzero().squeeze(1)
     if argmax_T is None and top_k is not None:
-        argmax_T = top_k[0].gather(1, top_k[1].argmax(-1, keepdim=True))[:, 0]
-    best_M = head.argmax(final_TD[teacher_M]) if argmax_T is None else argmax_T[teacher_M]
+        argmax_T = top_k.ids_TK[:, 0]
+    best_M = head.argmax(_known(final_TD)[teacher_M]) if argmax_T is None else argmax_T[teacher_M]
     inside_M = head.in_draft_V[best_M]
     taught_M = inside_M if out_of_vocabulary == "mask" else torch.ones_like(inside_M)
     if top_k is not None:
-        taught_M = taught_M & head.in_draft_V[top_k[0][teacher_M]].any(-1)
+        taught_M = taught_M & head.in_draft_V[top_k.ids_TK[teacher_M]].any(-1)
     taught = taught_M.nonzero().squeeze(1)
     teacher_M, best_M, inside_M = teacher_M[taught], best_M[taught], inside_M[taught]
-    teacher: Teacher = HeadTeacher(final_TD[teacher_M], head)
     if top_k is not None:
-        teacher = TopKTeacher(top_k[0][teacher_M], top_k[1][teacher_M], head)
+        teacher: Teacher = TopKTeacher(top_k.ids_TK[teacher_M], top_k.logits_TK[teacher_M], head)
+    else:
+        teacher = HeadTeacher(_known(final_TD)[teacher_M], head)
     device = token_ids_T.device
     slot_T = torch.full((len(token_ids_T),), -1, device=device)  # where in M a position is
     slot_T[teacher_M] = torch.arange(len(teacher_M), device=device)
@@ -130,6 +131,12 @@ def ttt_loss(
         matched=torch.stack([part.sum() for part in match_N.split(counts)]),
         cross_entropy=torch.stack([part.sum() for part in loss_N.split(counts)]),
     )
+
+
+def _known(final_TD: Tensor | None) -> Tensor:
+    if final_TD is None:
+        raise DrafterError("final states: expected them, or a stored top-k, found neither")
+    return final_TD
 
 
 def counted_rows(rows: str, loss_mask_T: Tensor, lengths: Sequence[int], steps: int) -> Tensor:

@@ -7,7 +7,12 @@ with); sum min(p, q) (`overlap`, what rejection sampling is accepted with). The 
 which divide both sides' logits. Where the draft vocabulary lacks a token, q is 0 there and p is not. All are
 teacher-forced: none is an acceptance length.
 
-Shape suffixes as in drafter/loss.py, and: H temperatures, V the verifier's vocabulary.
+From a stored top-k instead of final states, `greedy`, `joint` and `conditional` are the same numbers. A token outside the
+top-k has p = 0: so at temperature 1, where the stored log-sum-exp gives the others' p, `top1` and `overlap` are lower
+bounds, by at most the tail's mass; at 0.6 p is the share among the stored ones, since nobody knows the tail's there.
+
+Shape suffixes as in drafter/loss.py, and: H temperatures, V the verifier's vocabulary, S teacher positions, K stored logits
+of each.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from drafter.errors import DrafterError
 from drafter.head_loss import chunks
 from drafter.loss import loss_rows
 from drafter.model import Drafter
+from drafter.teacher import TopK
 from drafter.ttt import unroll
 from drafter.verifier_head import VerifierHead
 
@@ -86,13 +92,15 @@ class Fair:
 
 @torch.no_grad()
 def fair_metrics(
-    drafter: Drafter, head: VerifierHead, token_ids_T: Tensor, loss_mask_T: Tensor, features_TF: Tensor, final_TD: Tensor,
-    lengths: Sequence[int], groups: Sequence[str], steps: int,
+    drafter: Drafter, head: VerifierHead, token_ids_T: Tensor, loss_mask_T: Tensor, features_TF: Tensor,
+    final_TD: Tensor | None, lengths: Sequence[int], groups: Sequence[str], steps: int, top_k: TopK | None = None,
 ) -> dict[str, Fair]:  # fmt: skip
     """{group: sums} of a packed batch. groups: of each sequence, its source for instance. Others as for `ttt_loss`.
 
     Raises DrafterError for shapes that do not agree.
     """
+    if final_TD is None and top_k is None:
+        raise DrafterError("final states: expected them, or a stored top-k, found neither")
     if len(groups) != len(lengths):
         raise DrafterError(f"groups: expected one for each of {len(lengths)} sequences, found {len(groups)}")
     wanted_KT = loss_rows(loss_mask_T, lengths, steps)
@@ -110,25 +118,62 @@ def fair_metrics(
     for rows, first, last in chunks(slot_N[order_N], budget):
         at = order_N[rows]
         if len(at):
-            value_NX[at] = _of_chunk(drafter, head, hidden_ND[at], final_TD[teacher_M[first:last]], slot_N[at] - first)
+            said = teacher_M[first:last]
+            verifier = _Whole(final_TD[said], head) if top_k is None else _Stored(top_k[said])  # type: ignore[index]
+            value_NX[at] = _of_chunk(drafter, verifier, hidden_ND[at], slot_N[at] - first)
     return _by_group(value_NX.cpu(), row_N.cpu(), counts, lengths, groups, steps)
 
 
-def _of_chunk(drafter: Drafter, head: VerifierHead, hidden_ND: Tensor, final_SD: Tensor, slot_N: Tensor) -> Tensor:
+class _Whole:
+    """The verifier's whole softmax at S positions, from their final states."""
+
+    def __init__(self, final_SD: Tensor, head: VerifierHead) -> None:
+        self.logits_SV = (final_SD.to(head.weight_VD.dtype) @ head.weight_VD.T).float()
+        self.best_S = self.logits_SV.argmax(-1)
+
+    def accepts(
+        self, temperature: float, slot_N: Tensor, drafted_N: Tensor, share_NW: Tensor, target_W: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(p of the drafted tokens, sum min(p, q)), both [N]. share_NW: q of each row; target_W: its tokens."""
+        share_SV = (self.logits_SV / temperature).softmax(-1)
+        return share_SV[slot_N, drafted_N], torch.minimum(share_SV[:, target_W][slot_N], share_NW).sum(-1)
+
+
+class _Stored:
+    """What a stored top-k knows of it."""
+
+    def __init__(self, top_k: TopK) -> None:
+        self.top_k, self.best_S = top_k, top_k.ids_TK[:, 0]
+
+    def accepts(
+        self, temperature: float, slot_N: Tensor, drafted_N: Tensor, share_NW: Tensor, target_W: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `_Whole.accepts`, with nothing outside the top-k."""
+        ids_SK, logits_SK = self.top_k.ids_TK, self.top_k.logits_TK
+        if temperature == 1:
+            share_SK = (logits_SK - self.top_k.logsumexp_T[:, None]).exp()
+        else:
+            share_SK = (logits_SK / temperature).softmax(-1)
+        last = max(int(ids_SK.max()), int(target_W.max()))
+        draft_V = torch.full((last + 1,), -1, device=target_W.device)
+        draft_V[target_W] = torch.arange(len(target_W), device=target_W.device)
+        draft_NK, share_NK = draft_V[ids_SK][slot_N], share_SK[slot_N]
+        least_NK = torch.minimum(share_NK, share_NW.gather(1, draft_NK.clamp(min=0)))
+        return (share_NK * (ids_SK[slot_N] == drafted_N[:, None])).sum(-1), (least_NK * (draft_NK >= 0)).sum(-1)
+
+
+def _of_chunk(drafter: Drafter, verifier: _Whole | _Stored, hidden_ND: Tensor, slot_N: Tensor) -> Tensor:
     """[N, 1 + 2H]: whether the draft is the verifier's likeliest, then top1 and overlap at each temperature."""
-    verifier_SV = (final_SD.to(head.weight_VD.dtype) @ head.weight_VD.T).float()
     draft_NW = drafter.logits(hidden_ND).float()
     drafted_N = drafter.target_ids(draft_NW.argmax(-1))
-    hit_N = (drafted_N == verifier_SV.argmax(-1)[slot_N]).double()
-    targets_W = torch.arange(len(drafter.d2t), device=drafter.d2t.device) + drafter.d2t
+    target_W = torch.arange(len(drafter.d2t), device=drafter.d2t.device) + drafter.d2t
+    hit_N = (drafted_N == verifier.best_S[slot_N]).double()
     found = [hit_N]
     for temperature in TEMPERATURES:
         if temperature == 0:
             found += [hit_N, hit_N]
-            continue
-        share_SV = (verifier_SV / temperature).softmax(-1)
-        overlap_N = torch.minimum(share_SV[:, targets_W][slot_N], (draft_NW / temperature).softmax(-1)).sum(-1)
-        found += [share_SV[slot_N, drafted_N], overlap_N]
+        else:
+            found += verifier.accepts(temperature, slot_N, drafted_N, (draft_NW / temperature).softmax(-1), target_W)
     return torch.stack([part.double() for part in found], dim=-1)
 
 

@@ -21,6 +21,7 @@ from storage import Dataset, open_dataset
 from storage.errors import ContractMismatch
 from storage.mix import Filter, Mixture, Part
 from storage.objects import ObjectMissing, open_store
+from storage.teacher import topk_of
 from vocab.mapping import HEADER, TENSORS, DraftVocab
 from vocab.split import held_out_mask
 
@@ -142,12 +143,8 @@ def open_sources(request: Request, open_one: Callable[[str], Dataset] = open_dat
     longer than a micro-batch.
     """
     mixture = _open_mixture(request, open_one)
-    contract, uri = mixture.contract, mixture.datasets[0].uri
-    if contract.final_state != "post_norm":
-        raise DrafterError(
-            f"{uri}: final_state: expected post_norm, which the verifier's lm_head reads, "
-            f"found {contract.final_state}; extract the dataset with it"
-        )
+    uri = mixture.datasets[0].uri
+    _require_teacher(mixture)
     vocabulary = _open_vocabulary(request.vocabulary, mixture.datasets[0])
     items = Items.of(mixture, request.training)
     held = held_out_mask(mixture.sequences["group"].to_pylist(), request.held_out, request.split_seed)[items.row]
@@ -172,6 +169,23 @@ def _require_no_judge(training: TrainingSection, uri: str) -> None:
         raise DrafterError(
             f"training.{name}, since none of the sequences of {uri} is held out to judge by; raise evaluation.held_out"
         )
+
+
+def _require_teacher(mixture: Mixture) -> None:
+    """Raises DrafterError unless every dataset says what the verifier would: by final states, or all by one top-k."""
+    contract, kinds = mixture.contract, {dataset.plan.teacher: dataset.uri for dataset in mixture.datasets}
+    if contract.final_state == "post_norm":
+        return
+    uri = mixture.datasets[0].uri
+    if contract.final_state != "absent" or not all(map(topk_of, kinds)):
+        raise DrafterError(
+            f"{uri}: final_state: expected post_norm, which the verifier's lm_head reads, or absent with a stored top-k, "
+            f"found {contract.final_state} with teacher {', '.join(sorted(kinds))}; extract the dataset again with "
+            f"extraction.layers=all, or with extraction.teacher=topk(k)"
+        )
+    if len(kinds) > 1:
+        said = ", ".join(f"{kind} of {where}" for kind, where in sorted(kinds.items()))
+        raise DrafterError(f"{uri}: teacher: expected one top-k for all datasets, found {said}; train on those of one")
 
 
 def _open_mixture(request: Request, open_one: Callable[[str], Dataset]) -> Mixture:

@@ -164,7 +164,7 @@ class Trainer:
         with self._precision():
             return fair_metrics(
                 self.drafter, self.head, batch.token_ids_T, batch.loss_mask_T, batch.features_TF, batch.final_TD,
-                batch.lengths, sources, self.section.ttt_steps,
+                batch.lengths, sources, self.section.ttt_steps, batch.top_k,
             )  # fmt: skip
 
     def _loss(self, given: PackedBatch | Planes) -> Loss:
@@ -175,7 +175,7 @@ class Trainer:
                 self.drafter, self.head, batch.token_ids_T, batch.loss_mask_T, batch.features_TF, batch.final_TD,
                 batch.lengths, steps=self.section.ttt_steps, decay=self.section.step_decay, denominator=1,
                 argmax_T=batch.argmax_T, kind=self.section.loss, out_of_vocabulary=self.section.out_of_vocabulary,
-                step_weights=self.section.step_weights,
+                step_weights=self.section.step_weights, top_k=batch.top_k,
             )  # fmt: skip
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:

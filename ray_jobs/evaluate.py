@@ -27,6 +27,7 @@ from drafter.acceptance import Tally, draft_chains, greedy_ceiling, shifted_d2t,
 from drafter.metrics import Fair, fair_metrics
 from drafter.run import EVALUATION, EVALUATION_PLOT, WALKS, Run
 from drafter.sources import open_verifier_weights
+from drafter.teacher import TopK
 from drafter.verifier_head import VerifierHead
 from ray_jobs import job
 from ray_jobs.inputs import Inputs, open_verifier
@@ -99,12 +100,19 @@ def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Me
         ids_T = torch.from_numpy(np.concatenate([one.token_ids for one in sequences])).long().to(device)
         mask_T = torch.from_numpy(np.concatenate([one.loss_mask for one in sequences])).to(device)
         hidden_TLD = torch.cat([one.torch() for one in sequences]).float().to(device)
-        features_TF, best_T = hidden_TLD[:, :-1].flatten(1), head.argmax(hidden_TLD[:, -1])
+        final_TD: torch.Tensor | None = None
+        top_k: TopK | None = None
+        if dataset.contract.final_state == "absent":  # then the likeliest tokens are stored
+            top_k = TopK.of([one.teacher for one in sequences]).to(torch.device(device))
+            features_TF, best_T = hidden_TLD.flatten(1), top_k.ids_TK[:, 0]
+        else:
+            final_TD = hidden_TLD[:, -1]
+            features_TF, best_T = hidden_TLD[:, :-1].flatten(1), head.argmax(final_TD)
         batch = (ids_T, mask_T, features_TF, counts, steps)
         chains = {name: draft_chains(drafter, *batch) for name, drafter in drafters.items()}
         numbers = [str(at) for at in range(len(sequences))]
         fair = {
-            name: fair_metrics(drafter, head, ids_T, mask_T, features_TF, hidden_TLD[:, -1], counts, numbers, steps)
+            name: fair_metrics(drafter, head, ids_T, mask_T, features_TF, final_TD, counts, numbers, steps, top_k)
             for name, drafter in drafters.items()
         }
         accepted = {name: found.accepted_T for name, found in chains.items()}

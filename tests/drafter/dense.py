@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafter.config import DrafterConfig
 from drafter.model import Drafter
+from drafter.teacher import TopK
 from drafter.verifier_head import VerifierHead
 from vocab.mapping import DraftVocab
 
@@ -68,6 +69,13 @@ def small_head(drafter: Drafter, seed: int = 2) -> VerifierHead:
     torch.manual_seed(seed)
     weight = torch.randn(drafter.config.vocab_size, drafter.config.target_hidden_size)
     return VerifierHead(weight.to(drafter.fc.weight.dtype), drafter.draft_vocab)
+
+
+def stored_top_k(head: VerifierHead, batch: Batch, k: int) -> TopK:
+    """What a dataset with teacher topk(k) would hold of the batch."""
+    logits = batch.final.float() @ head.weight_VD.float().T
+    best = logits.topk(k, dim=-1)
+    return TopK(best.indices, best.values, logits.logsumexp(-1))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import small_batch, small_drafter, small_head
+from dense import small_batch, small_drafter, small_head, stored_top_k
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +15,7 @@ from drafter.head_loss import HeadLoss, chunks
 from drafter.loss import ttt_loss
 from drafter.recipe import DrafterSection
 from drafter.teacher import HeadTeacher, TopKTeacher
+from drafter.ttt import unroll
 from drafter.verifier_head import VerifierHead
 from vocab.mapping import DraftVocab
 
@@ -106,12 +107,32 @@ def test_renormalise_learns_where_mask_does_not_and_counts_alike() -> None:
 def test_a_top_k_of_everything_is_the_dense_teacher() -> None:
     drafter = small_drafter()
     head, batch = small_head(drafter), small_batch(drafter, [9, 8])
-    logits = batch.final @ head.weight_VD.T
-    top_k = logits.topk(30, dim=-1)
+    top_k = stored_top_k(head, batch, 30)
     dense = ttt_loss(drafter, head, *batch.parts(), steps=3)
-    stored = ttt_loss(drafter, head, *batch.parts(), steps=3, top_k=(top_k.indices, top_k.values))
+    without = (batch.token_ids, batch.loss_mask, batch.features, None, batch.lengths)
+    stored = ttt_loss(drafter, head, *without, steps=3, top_k=top_k)
     torch.testing.assert_close(stored.loss, dense.loss)
     assert torch.equal(stored.matched, dense.matched)
+    with pytest.raises(DrafterError, match="final states: expected them, or a stored top-k, found neither"):
+        ttt_loss(drafter, head, *without, steps=3)
+
+
+def test_what_a_top_k_lacks_is_learnt_as_never() -> None:
+    """The rows' loss is against the shares of the stored tokens of the draft vocabulary; positions without one teach nothing."""
+    drafter = small_drafter()
+    head, batch = small_head(drafter), small_batch(drafter, [14], masked=0.0)
+    found = ttt_loss(
+        drafter, head, *batch.parts(), steps=1, top_k=stored_top_k(head, batch, 2), out_of_vocabulary="renormalise"
+    )
+    logits_TV = batch.final @ head.weight_VD.T
+    kept_TV = torch.full_like(logits_TV, -torch.inf).scatter(1, logits_TV.topk(2).indices, logits_TV.topk(2).values)
+    inside_TW = kept_TV[:, torch.from_numpy(drafter.draft_vocab.target_ids)]
+    (step,) = unroll(drafter, batch.token_ids, batch.features, [14], 1)
+    log_q = drafter.logits(step.hidden_ND).log_softmax(-1)
+    rows = [row for row in range(12) if inside_TW[row + 1].isfinite().any()]
+    assert 0 < len(rows) < 12
+    each = [-(inside_TW[row + 1].softmax(-1) * log_q[row]).sum() for row in rows]
+    torch.testing.assert_close(found.loss, torch.stack(each).sum() / 12)
 
 
 def test_step_weights_weigh_the_steps() -> None:

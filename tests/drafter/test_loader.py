@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_training import Tiny
+from tiny_training import Tiny, make_dataset, make_verifier
 
 from drafter.argmax_cache import ArgmaxCache
 from drafter.batch import pack
@@ -67,6 +67,35 @@ def test_a_packed_batch_holds_the_stored_sequences_side_by_side(tiny: Tiny, deco
     assert counts.fetched_bytes > 0
     assert min(counts.fetch_s, counts.decode_s, counts.read_s, counts.waited_s) > 0
     assert counts.since(counts).tokens == 0
+
+
+@pytest.mark.parametrize("decode", ["host", "device"])
+def test_a_dataset_without_final_states_brings_the_verifiers_likeliest_tokens(tmp_path: Path, decode: str) -> None:
+    verifier = make_verifier(tmp_path / "verifier")
+    make_dataset(str(tmp_path / "dataset"), verifier, top_k=5)
+    dataset = open_dataset(str(tmp_path / "dataset"))
+    with load(dataset, [[3, 0], [7]], decode=decode) as loader:
+        batches = [batch.to(CPU) for batch in loader]
+    for batch in batches:
+        assert batch.final_TD is None
+        assert batch.top_k is not None
+        start = 0
+        for row, length in zip(batch.rows, batch.lengths, strict=True):
+            part = slice(start, start + length)
+            assert torch.equal(batch.features_TF[part], dataset.read(row).torch().flatten(1))
+            said = dataset.teacher(row)
+            found = batch.top_k[part]
+            np.testing.assert_array_equal(found.ids_TK, said.topk_ids)
+            np.testing.assert_array_equal(found.logits_TK, said.topk_logits)
+            np.testing.assert_array_equal(found.logsumexp_T, said.logsumexp)
+            start += length
+    training = TrainingSection(max_length=9, long_sequences="split")
+    items = Items.of(Mixture([dataset], [Part(dataset.uri)]), training)
+    piece = int(np.flatnonzero(items.low)[0])
+    with load(dataset, [[piece]], training) as loader:
+        (batch,) = loader
+    low, row = int(items.low[piece]), int(items.row[piece])
+    np.testing.assert_array_equal(batch.top_k.ids_TK, dataset.teacher(row).topk_ids[low : low + batch.lengths[0]])
 
 
 @given(st.integers(5, 50), st.integers(0, 2**32 - 1))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dense import Batch, dense_unroll, small_batch, small_drafter, small_head
+from dense import Batch, dense_unroll, small_batch, small_drafter, small_head, stored_top_k
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.acceptance import shifted_d2t
 from drafter.errors import DrafterError
 from drafter.loss import ttt_loss
 from drafter.metrics import TEMPERATURES, Fair, fair_metrics
@@ -67,6 +68,28 @@ def test_sums_are_those_of_a_count_row_by_row(
         for name in vars(fair):
             np.testing.assert_allclose(getattr(found[group], name), getattr(fair, name), atol=1e-4, err_msg=name)
         assert found[group].shares() == Fair.of_flat(found[group].flat(), steps).shares()
+
+
+def test_a_stored_top_k_gives_the_same_numbers_and_lower_bounds_where_its_tail_counts() -> None:
+    drafter = small_drafter()
+    head, batch = small_head(drafter), small_batch(drafter, [20, 9])
+    whole = fair_metrics(drafter, head, *batch.parts(), ["all", "all"], 3)["all"]
+    without = (batch.token_ids, batch.loss_mask, batch.features, None, batch.lengths)
+    for moved in (drafter, shifted_d2t(drafter)):  # also with a map that is not the vocabulary's
+        dense = fair_metrics(moved, head, *batch.parts(), ["all", "all"], 3)["all"]
+        every = stored_top_k(head, batch, 30)
+        stored = fair_metrics(moved, head, *without, ["all", "all"], 3, every)["all"]
+        for name in vars(dense):
+            np.testing.assert_allclose(getattr(stored, name), getattr(dense, name), atol=1e-4, err_msg=name)
+    few = fair_metrics(drafter, head, *without, ["all", "all"], 3, stored_top_k(head, batch, 5))["all"]
+    for name in ("positions", "matched", "joint", "reached"):
+        assert getattr(few, name).tolist() == getattr(whole, name).tolist()
+    at = TEMPERATURES.index(1.0)
+    for name in ("top1", "overlap"):
+        assert (getattr(few, name)[at] <= getattr(whole, name)[at] + 1e-6).all()
+        assert (getattr(few, name)[at] < getattr(whole, name)[at] - 1e-3).any()
+    with pytest.raises(DrafterError, match="expected them, or a stored top-k"):
+        fair_metrics(drafter, head, *without, ["all", "all"], 3)
 
 
 def test_the_denominator_is_the_same_whatever_the_vocabulary_and_that_of_the_loss() -> None:

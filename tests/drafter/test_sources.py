@@ -72,6 +72,27 @@ def test_the_recipes_own_dataset_can_be_weighed_by_a_relative_folder_too(
     assert Session(request, Team()).per_epoch < Session(with_training(tiny), Team()).per_epoch
 
 
+def test_a_dataset_that_says_nothing_of_the_verifier_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    for name, fields, said in (
+        ("unnormed", {"final_state": "pre_norm"}, "expected post_norm.*found pre_norm with teacher none"),
+        ("fewer", {"top_k": 4}, None),
+        ("more", {"top_k": 8}, None),
+    ):
+        make_dataset(str(tmp_path / name), tiny.verifier, make_sequences(seed=len(name)), **fields)
+        request = changed(tiny.request(name), dataset=str(tmp_path / name))
+        if said is None:
+            open_sources(request)
+            continue
+        with pytest.raises(DrafterError, match=said):
+            open_sources(request)
+    settings = tiny.request().training.model_dump() | {"datasets": [{"uri": str(tmp_path / "more")}]}
+    mixed = changed(
+        tiny.request("mixed"), dataset=str(tmp_path / "fewer"), training=TrainingSection.model_validate(settings)
+    )
+    with pytest.raises(DrafterError, match=r"expected one top-k for all datasets, found topk\(4\) of .*topk\(8\) of"):
+        open_sources(mixed)
+
+
 def test_filters_restrict_what_is_trained_on_and_held_out(tiny: Tiny) -> None:
     sources = open_sources(with_training(tiny, filter={"sources": ["code"], "min_length": 15, "max_length": 30}))
     rows = sources.mixture.sequences

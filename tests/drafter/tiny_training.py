@@ -29,6 +29,7 @@ from storage.objects import open_store
 from storage.plan import make_plan
 from storage.seal import seal_dataset
 from storage.sequences import Sequence, sequence_table
+from storage.teacher import TeacherSummary
 from storage.writer import ShardWriter
 from vocab.mapping import DraftVocab
 
@@ -65,12 +66,16 @@ def make_sequences(count: int = 48, seed: int = 0, loss: bool = True) -> list[Se
     return made
 
 
-def make_dataset(uri: str, verifier: Path, sequences: Rows[Sequence] | None = None, **changed: Any) -> None:
-    """A sealed dataset in several shards. changed: fields of the contract."""
+def make_dataset(
+    uri: str, verifier: Path, sequences: Rows[Sequence] | None = None, top_k: int = 0, **changed: Any
+) -> None:
+    """A sealed dataset in several shards. changed: fields of the contract. top_k: so many of the verifier's likeliest
+    tokens instead of the final state.
+    """
     table = sequence_table(make_sequences() if sequences is None else sequences)
-    plan = make_plan(
-        table, contract(**{"weights_hash": weights_hash(verifier), **changed}), "lossless", shard_length=256
-    )
+    fields = {"weights_hash": weights_hash(verifier), **({"final_state": "absent"} if top_k else {}), **changed}
+    teacher = f"topk({top_k})" if top_k else "none"
+    plan = make_plan(table, contract(**fields), "lossless", shard_length=256, teacher=teacher)
     store = open_store(uri)
     publish_plan(store, plan, table)
     random = np.random.default_rng(5)
@@ -84,10 +89,20 @@ def make_dataset(uri: str, verifier: Path, sequences: Rows[Sequence] | None = No
     for unit in plan.units():
         ids = [plan.table["id"][int(row)].as_py() for row in unit.rows]
         bits = np.concatenate([states[token_ids[one]] for one in ids])
+        summary = summary_of(bits[:, -1], head, top_k) if top_k else None
+        bits = bits[:, : plan.contract.layers]
         if not writer.calibrated:
             writer.calibrate(bits)
-        writer.write(unit.shard, bits, len(unit.rows))
+        writer.write(unit.shard, bits, len(unit.rows), teacher=summary)
     seal_dataset(store, plan)
+
+
+def summary_of(final_bits: np.ndarray, head: np.ndarray, k: int) -> TeacherSummary:
+    """What a verifier says after final states [T, D] (bf16 bits): its k likeliest tokens, by falling logit."""
+    logits = torch.from_numpy(final_bits.view(np.int16)).view(torch.bfloat16).float() @ torch.from_numpy(head).T
+    best = logits.topk(k, dim=-1)
+    ids = best.indices.int().numpy()
+    return TeacherSummary(ids[:, 0].copy(), logits.logsumexp(-1).numpy(), ids, best.values.numpy())
 
 
 def make_vocabulary(uri: str, vocab_size: int = VOCAB, **provenance: Any) -> DraftVocab:
