@@ -1,9 +1,10 @@
 """Golden values: logits of every step from SpecForge's and speculators' own model code, on tiny random drafters.
 
-    python tests/drafter/golden/generate.py tests/drafter/golden
+    python tests/drafter/golden/generate.py tests/drafter/golden [CASE ...]
 
 Run it with a Python that has the peers (see README.md here), never with the project's. It writes one safetensors file
-a case, with everything a test needs: config and sequence lengths in its metadata, weights, inputs, outputs.
+a case, all of them when none is named, with everything a test needs: config and sequence lengths in its metadata, weights,
+inputs, outputs. `losses` is a case of its own: values and gradients of the losses by name, without a model.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ CASES = {
     "long": (64, 8, 2, 16, 10_000.0, [48], 8, True),
     "fc_norm": (32, 4, 2, 8, 10_000.0, [20], 4, True),
     "norm_before_fc": (32, 4, 2, 8, 10_000.0, [8, 13], 4, True),
+    "fc_norm_alone": (48, 6, 2, 8, 10_000.0, [22], 5, True),
 }
 # EAGLE-3.1: keys of the config that are on. SpecForge has only fc_norm, and means another thing by norm_output.
-VARIANTS = {"fc_norm": ("fc_norm", "norm_output"), "norm_before_fc": ("norm_before_fc",)}
+VARIANTS = {
+    "fc_norm": ("fc_norm", "norm_output"), "norm_before_fc": ("norm_before_fc",), "fc_norm_alone": ("fc_norm",),
+}  # fmt: skip
+SPECFORGE_LACKS = {"norm_output", "norm_before_fc"}
 
 
 def weights(config: dict, norms: bool) -> dict[str, torch.Tensor]:
@@ -208,17 +213,57 @@ def generate(name: str, folder: Path) -> None:
     found = {}
     with tempfile.TemporaryDirectory() as temporary:
         verifier.save_pretrained(Path(temporary, "verifier"))
-        if len(lengths) == 1 and name not in VARIANTS:  # SpecForge does not pack
+        if len(lengths) == 1 and not SPECFORGE_LACKS & set(VARIANTS.get(name, ())):  # nor does SpecForge pack
             found |= specforge(config, state, case, Path(temporary))
         found |= speculators(config, state, case, Path(temporary))
     inputs = {key: getattr(case, key) for key in ("token_ids", "loss_mask", "features", "final", "lm_head")}
-    peers = {peer: version(peer) for peer in ("specforge", "speculators", "torch", "transformers")}
-    metadata = {"config": json.dumps(config), "lengths": json.dumps(lengths), "peers": json.dumps(peers)}
+    metadata = {"config": json.dumps(config), "lengths": json.dumps(lengths), "peers": json.dumps(versions())}
     tensors = {f"drafter.{key}": value for key, value in state.items()} | inputs | found
     save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{name}.safetensors", metadata)
     print(name, {key: list(value.shape) for key, value in found.items()})
 
 
+def versions() -> dict[str, str]:
+    return {peer: version(peer) for peer in ("specforge", "speculators", "torch", "transformers")}
+
+
+def generate_losses(folder: Path) -> None:
+    """[N] losses and [N, DRAFT] gradients for the drafter's logits, by speculators' names; SpecForge's mean of one."""
+    from specforge.core.lk_loss import compute_acceptance_rate, compute_lk_loss
+    from speculators.losses import eager
+
+    torch.manual_seed(0)
+    rows = 16
+    # From rows that agree to rows that have nothing in common.
+    teacher = 4 * torch.randn(rows, DRAFT)
+    share = torch.linspace(0, 1, rows)[:, None]
+    logits = ((1 - share) * teacher + share * 4 * torch.randn(rows, DRAFT)).requires_grad_()
+    found = {"logits": logits.detach(), "teacher": teacher}
+    for name, loss in {
+        "kl_div": eager.kl_div_loss, "rkl": eager.reverse_kl_div_loss, "tv": eager.tv_loss,
+        "nla": eager.neg_log_acceptance_loss, "lk_hybrid": eager.lk_hybrid_loss,
+    }.items():  # fmt: skip
+        each = loss(logits[None], teacher[None])[0]
+        found |= {
+            f"speculators.{name}": each.detach(),
+            f"speculators.{name}.grad": torch.autograd.grad(each.sum(), logits)[0],
+        }
+    mask = torch.ones(rows, 1)
+    rate, log_rate = compute_acceptance_rate(
+        logits=logits.detach(), target_probs=teacher.softmax(-1), position_mask=mask
+    )
+    found["specforge.alpha"] = compute_lk_loss(
+        kl_loss=torch.zeros(()), acceptance_rate=rate, log_acceptance_rate=log_rate, lk_loss_type="alpha",
+        kl_scale=1.0, kl_decay=3.0,
+    )  # fmt: skip
+    metadata = {"peers": json.dumps(versions())}
+    save_file({key: value.contiguous() for key, value in found.items()}, folder / "losses.safetensors", metadata)
+    print("losses", {key: list(value.shape) for key, value in found.items()})
+
+
 if __name__ == "__main__":
-    for each in CASES:
-        generate(each, Path(sys.argv[1]))
+    for each in sys.argv[2:] or [*CASES, "losses"]:
+        if each == "losses":
+            generate_losses(Path(sys.argv[1]))
+        else:
+            generate(each, Path(sys.argv[1]))
