@@ -1,7 +1,7 @@
 """Turn a drafter of one format into one of another, or say what a drafter is.
 
     python -m drafter.convert drafters/kimi out/for-vllm --to speculators --verifier /models/Kimi-K2.5
-    python -m drafter.convert drafters/aq-medai out/for-sglang --to sglang --verifier /models/Qwen3-8B --layers 1,17,32
+    python -m drafter.convert drafters/aq-medai out/for-sglang --to sglang --verifier /models/Kimi-K2
     python -m drafter.convert drafters/kimi
 
 Reads folders of either kind: SGLang's (and any EAGLE-3 drafter with the same tensors) and speculators'. Every tensor is
@@ -18,6 +18,7 @@ import torch
 
 from drafter.errors import DrafterError
 from drafter.export import export_sglang
+from drafter.layer_ids import family, sglang_ids
 from drafter.model import Drafter
 from drafter.speculators import export_speculators, load_any
 from drafter.verifier_weights import read_verifier_weights
@@ -31,10 +32,12 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("folder", metavar="FROM", help="config.json and safetensors of a drafter")
     parsed.add_argument("out", metavar="TO", nargs="?", help="folder to write; only says what FROM is when left out")
     parsed.add_argument("--to", choices=("sglang", "speculators"), default="sglang", help="default: %(default)s")
-    parsed.add_argument("--verifier", metavar="FOLDER", help="the verifier: its embedding, and its name for vLLM")
+    parsed.add_argument(
+        "--verifier", metavar="FOLDER", help="the verifier: its embedding, its name for vLLM, its layers"
+    )
     parsed.add_argument("--verifier-name", metavar="NAME", help="what vLLM is to load (default: --verifier)")
     parsed.add_argument("--layers", help="captured layers, 0-based outputs, where FROM does not name them: 1,14,26")
-    parsed.add_argument("--layer-ids", help="SGLang's numbers for them, where they are others (DeepSeek family)")
+    parsed.add_argument("--layer-ids", help="SGLang's numbers for them (default: as --verifier's family has them)")
     parsed.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights; FROM's by default")
     parsed.add_argument("--draft-length", type=int, default=3, help="what vLLM proposes a pass; default: %(default)s")
     return parsed
@@ -74,13 +77,17 @@ def convert(args: argparse.Namespace) -> str:
     weights = read_verifier_weights(args.verifier) if args.verifier else None
     embedding = None if weights is None else weights.embedding_VD
     layers = numbers(args.layers, "--layers")
-    drafter = load_any(args.folder, embedding, capture_layers=layers)
+    known = None if weights is None else weights.config
+    drafter = load_any(args.folder, embedding, capture_layers=layers, verifier=known)
     said = describe(drafter)
     if args.out is None:
         return said
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.to == "sglang":
-        export_sglang(drafter, args.out, dtype=dtype, layer_ids=numbers(args.layer_ids, "--layer-ids"))
+        ids = numbers(args.layer_ids, "--layer-ids")
+        if ids is None and known is not None:
+            ids = tuple(sglang_ids(drafter.config.capture_layers, family(known)))
+        export_sglang(drafter, args.out, dtype=dtype, layer_ids=ids)
     else:
         name = args.verifier_name or args.verifier
         if name is None:

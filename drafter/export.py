@@ -21,6 +21,7 @@ from torch import Tensor
 
 from drafter.config import DrafterConfig, checked_config, rope_fields
 from drafter.errors import DrafterError
+from drafter.layer_ids import captured_layers
 from drafter.model import Drafter
 from vocab.errors import VocabError
 from vocab.mapping import DraftVocab
@@ -166,15 +167,17 @@ def load_sglang(
     embedding_VD: Tensor | None = None,
     *,
     capture_layers: Sequence[int] | None = None,
+    verifier: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """The drafter in a folder that SGLang can serve, whoever made it, in the dtype of its weights, on the CPU.
 
     embedding_VD: the verifier's; the folder's own, if it has one, serves when this is left out.
-    capture_layers: 0-based decoder outputs, for a folder whose config.json does not name them.
+    capture_layers: 0-based decoder outputs, for a folder whose config.json does not name them, or names them wrong.
+    verifier: its config.json, without which the ids of some drafters cannot be told (`drafter.layer_ids`).
     Raises DrafterError that names file and field when something is missing, left over, of another shape or type, or
     when the drafter computes what SGLang's plain EAGLE-3 layer does not.
     """
-    config = read_config(folder, capture_layers)
+    config = read_config(folder, capture_layers, verifier)
     where, tensors = read_tensors(folder)
     # What others call the same: EAGLE's own code and SGLang say midlayer, vLLM and its exporters layers.0.
     return build(where, config, by_server_names(where, tensors), embedding_VD)
@@ -253,10 +256,14 @@ def _check_tensors(where: str, tensors: Mapping[str, Tensor], shapes: Mapping[st
             raise DrafterError(f"{where}: {name}: expected finite numbers, found NaN or infinity; train it again")
 
 
-def read_config(folder: str | os.PathLike[str], capture_layers: Sequence[int] | None = None) -> DrafterConfig:
+def read_config(
+    folder: str | os.PathLike[str],
+    capture_layers: Sequence[int] | None = None,
+    verifier: Mapping[str, Any] | None = None,
+) -> DrafterConfig:
     """The checked config of the drafter in `folder`, which SGLang would serve as this package computes it.
 
-    capture_layers: as for `load_sglang`. Raises DrafterError that names file and field.
+    capture_layers, verifier: as for `load_sglang`. Raises DrafterError that names file and field.
     """
     path, found = read_json(folder)
     if found.get("architectures") != [_ARCHITECTURE]:
@@ -269,12 +276,11 @@ def read_config(folder: str | os.PathLike[str], capture_layers: Sequence[int] | 
     for name in _REFUSED:
         if found.get(name) or eagle.get(name):
             raise DrafterError(f"{path}: {name}: expected it off or absent, found it on: not what this package trains")
-    own = found.get("statehouse") or {}
-    layers = capture_layers or own.get("capture_layers") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    layers = capture_layers or captured_layers(found, verifier)
     if not layers:
         raise DrafterError(
             f"{path}: eagle_config.eagle_aux_hidden_state_layer_ids: expected the captured layers, found none; "
-            f"name them with capture_layers"
+            f"name them with capture_layers (--layers), or the verifier (--verifier) whose default they are"
         )
     fields = {name: found[name] for name in _SAME if found.get(name) is not None}
     fields |= {name: True for name in _VARIANTS if eagle.get(name)}

@@ -8,7 +8,7 @@ it names the verifier. A plain folder of `drafter.export` is served by vLLM too.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from drafter.export import (
     sglang_tensors,
     write_folder,
 )
+from drafter.layer_ids import captured_layers
 from drafter.model import Drafter
 
 MODEL_TYPE = "eagle3"
@@ -97,11 +98,15 @@ def export_speculators(
 
 
 def load_speculators(
-    folder: str | os.PathLike[str], embedding_VD: Tensor | None = None, *, capture_layers: Sequence[int] | None = None
+    folder: str | os.PathLike[str],
+    embedding_VD: Tensor | None = None,
+    *,
+    capture_layers: Sequence[int] | None = None,
+    verifier: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """The drafter in a folder that speculators wrote; as `drafter.export.load_sglang`, which says what is raised."""
     path, found = read_json(folder)
-    config = _read_config(str(path), found, capture_layers)
+    config = _read_config(str(path), found, capture_layers, verifier)
     where, tensors = read_tensors(folder)
     for unread in ("verifier_lm_head.weight", "verifier_norm.weight"):  # training saves the teacher too
         tensors.pop(unread, None)
@@ -109,15 +114,21 @@ def load_speculators(
 
 
 def load_any(
-    folder: str | os.PathLike[str], embedding_VD: Tensor | None = None, *, capture_layers: Sequence[int] | None = None
+    folder: str | os.PathLike[str],
+    embedding_VD: Tensor | None = None,
+    *,
+    capture_layers: Sequence[int] | None = None,
+    verifier: Mapping[str, Any] | None = None,
 ) -> Drafter:
     """The drafter in a folder of either kind."""
     _, found = read_json(folder)
     load = load_speculators if "speculators_model_type" in found else load_sglang
-    return load(folder, embedding_VD, capture_layers=capture_layers)
+    return load(folder, embedding_VD, capture_layers=capture_layers, verifier=verifier)
 
 
-def _read_config(path: str, found: dict[str, Any], capture_layers: Sequence[int] | None) -> DrafterConfig:
+def _read_config(
+    path: str, found: dict[str, Any], capture_layers: Sequence[int] | None, verifier: Mapping[str, Any] | None
+) -> DrafterConfig:
     inner = found.get("transformer_layer_config")
     if found.get("speculators_model_type") != MODEL_TYPE or not isinstance(inner, dict):
         raise DrafterError(
@@ -135,10 +146,11 @@ def _read_config(path: str, found: dict[str, Any], capture_layers: Sequence[int]
             raise DrafterError(
                 f"{path}: transformer_layer_config.{name}: expected {value}, found {inner[name]}: not what this package trains"
             )
-    layers = capture_layers or [layer - 1 for layer in found.get("eagle_aux_hidden_state_layer_ids") or []]
+    layers = capture_layers or captured_layers(found, verifier)
     if not layers:
         raise DrafterError(
-            f"{path}: eagle_aux_hidden_state_layer_ids: expected the captured layers, found none; name them with capture_layers"
+            f"{path}: eagle_aux_hidden_state_layer_ids: expected the captured layers, found none; name them with "
+            f"capture_layers (--layers), or the verifier (--verifier) whose default they are"
         )
     fields = {name: inner[name] for name in _SAME if inner.get(name) is not None} | rope_fields(inner)
     fields |= {name: bool(found.get(name)) for name in _VARIANTS}

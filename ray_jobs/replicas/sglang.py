@@ -24,6 +24,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from drafter.errors import DrafterError
+from drafter.layer_ids import sglang_ids
 from ray_jobs.replicas.engine_process import EngineProcess
 from ray_jobs.replicas.replica import (
     Forwarded,
@@ -44,8 +46,6 @@ from storage.teacher import NONE, topk_of
 
 log = logging.getLogger(__name__)
 
-# Families that read a layer id as "input of layer id" (unless the first is 1), not as "output of layer id".
-INPUT_ID_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 # Families whose states SGLang 0.5.23 captures wrong; the canary would refuse them too, later and with more words.
 BROKEN_FAMILIES = {"gemma3": "states lack the residual", "gemma3_text": "states lack the residual"}
 
@@ -60,23 +60,14 @@ _ALIGNMENT = 64
 
 
 def engine_layer_ids(capture_layers: Sequence[int], model_type: str) -> list[int]:
-    """SGLang's ids (EAGLE3 convention) for the *outputs* of 0-based decoder layers; the only place that translates.
+    """SGLang's ids for the outputs of 0-based decoder layers (`drafter.layer_ids`); states come back by ascending layer.
 
-    Most families take the layer's own id. DeepSeek's take the id of the layer that reads the output, but add 1 to all
-    if the first of the list is 1: so no list may begin with 1 there. The order of the list has no other meaning:
-    states come back by ascending layer.
     model_type: of the language model's config (a wrapper's `text_config`).
     """
-    layers = [int(layer) for layer in capture_layers]
-    if model_type not in INPUT_ID_FAMILIES:
-        return layers
-    ids = sorted((layer + 1 for layer in layers), reverse=True)  # descending: 1 can only be last
-    if ids == [1]:
-        raise RecipeError(
-            "SGLang cannot capture layer 0 alone of a DeepSeek-family verifier: it reads the id 1 as 2; "
-            "capture another layer beside it: extraction.capture_layers=[0, 1]"
-        )
-    return ids
+    try:
+        return sglang_ids([int(layer) for layer in capture_layers], model_type)
+    except DrafterError as error:
+        raise RecipeError(str(error)) from None
 
 
 def engine_arguments(config: ReplicaConfig, folder: Path, wrapped: bool, ports: list[int]) -> dict[str, Any]:

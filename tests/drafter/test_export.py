@@ -189,7 +189,10 @@ def test_tensors_that_are_not_the_drafters_are_refused(
         ({"eagle_config": {"use_aux_norm": True}}, "use_aux_norm: expected it off"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: .*factor: expected a number"),
         ({"hidden_size": None}, "hidden_size: Field required"),
-        ({"statehouse": None, "eagle_config": None}, "name them with capture_layers"),
+        (
+            {"statehouse": None, "eagle_config": None, "eagle_aux_hidden_state_layer_ids": None},
+            "name them with capture_layers",
+        ),
     ],
 )
 def test_configs_of_other_drafters_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
