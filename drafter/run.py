@@ -37,6 +37,8 @@ WALKS = "walks.npz"
 _DRAFTER = "drafter"
 _FORMAT = "statehouse-run-1"
 _MISSING = "-"
+# What every summary says, and is asked for.
+_FIGURES = ("updates", "seconds", "loss_before", "accuracy_after")
 
 
 class Run:
@@ -110,8 +112,14 @@ class Run:
         return document
 
     def summary(self) -> dict[str, Any] | None:
-        """Figures of the finished run; None while it is not finished."""
-        return self._json(SUMMARY)
+        """Figures of the finished run; None while it is not finished. Raises DrafterError for what is no summary."""
+        summary = self._json(SUMMARY)
+        if summary is not None and (missing := [name for name in _FIGURES if name not in summary]):
+            raise DrafterError(
+                f"{self.uri}/{SUMMARY}: {missing[0]}: expected this figure of a finished run, found none; "
+                f"delete the file to finish the run again"
+            )
+        return summary
 
     def put_summary(self, summary: Mapping[str, Any]) -> None:
         """Commits the run as finished."""

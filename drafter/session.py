@@ -349,7 +349,7 @@ class Session:
                 "update_in_epoch": update % self.per_epoch,
                 **self.progress.to_dict(),
                 "evaluations": list(self.progress.evaluations),
-                "written_by": {"pid": os.getpid()},
+                "written_by": {"pid": os.getpid(), "workers": self.team.world},
             }
             store_metrics = self.journal.storing()
             self.writer.start(

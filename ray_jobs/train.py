@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from drafter.recipe import TrainingSection
+from drafter.run import REPORT
 from ray_jobs import job
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
@@ -31,8 +32,9 @@ from storage.objects import open_store
 
 # Seconds between two looks at what the workers said.
 _POLL_S = 0.5
-# Seconds that a stopped driver gives its workers to finish an update and write a checkpoint.
-_STOP_S = 25.0
+# Seconds that a stopped driver gives its workers, at most, to finish an update and write a checkpoint: that of Kimi-K2.5's
+# drafter is 13 GB. Below RAY_JOB_STOP_WAIT_TIME_S of deploy/node.env.
+_STOP_S = 110.0
 # How often Ray looks after its workers: the loss of one is seen, and the end of training reported, this much later.
 _HEALTH_CHECK_S = "0.5"
 
@@ -198,6 +200,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     fields["layer_ids"] = tuple(engine_layer_ids(sources.dataset.contract.capture_layers, model_type))
     if not fresh and (summary := finished(request, sources)) is not None:
         job.log.info("train finished already %s", describe(summary, request.run))
+        if not open_store(request.run).exists(REPORT):  # it was ended just before
+            put_report(request.run)
         return
     job.start_ray()
     require_resources(recipe.training)

@@ -94,6 +94,7 @@ def ray_cluster() -> Iterator[dict[str, str]]:
     environment = {
         **os.environ,
         **token,
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     with open(Path(folder) / "log", "w") as log:

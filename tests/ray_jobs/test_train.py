@@ -72,8 +72,14 @@ def wait_for_checkpoint(run: Run, process: subprocess.Popen[str], beyond: int = 
     return updates[-1]
 
 
+def written_by(run: Run, update: int) -> dict[str, int]:
+    """`pid` of the first worker, and how many `workers` there were."""
+    found: dict[str, int] = json.loads(run.store.get(f"checkpoints/{update:08d}/state.json"))["written_by"]
+    return found
+
+
 def writer_of(run: Run, update: int) -> int:
-    return int(json.loads(run.store.get(f"checkpoints/{update:08d}/state.json"))["written_by"]["pid"])
+    return written_by(run, update)["pid"]
 
 
 def exported(run: Run) -> dict[str, torch.Tensor]:
@@ -108,7 +114,9 @@ def test_two_workers_of_ray_train_end_where_one_process_does(
     # A finished run, and one of something else, are seen before any Ray is started.
     monkeypatch.setattr(job, "start_ray", lambda: pytest.fail("it started Ray"))
     arguments = argparse.Namespace(fresh=False)
+    run.store.delete("report.html")
     train_job.run(load_recipe(path), arguments)
+    assert run.store.exists("report.html")
     with pytest.raises(StatehouseError, match=r"training.lr: 0.003 -> 0.5.*training.run=<other name>"):
         train_job.run(load_recipe(path, ["training.lr=0.5"]), arguments)
 
@@ -171,16 +179,33 @@ def test_from_object_storage_to_object_storage(
 
 
 @pytest.mark.slow
-def test_ray_job_submit(tiny: Tiny, tmp_path: Path, ray_cluster: dict[str, str]) -> None:
+def test_ray_job_submit_and_stop_and_submit_again(tiny: Tiny, tmp_path: Path, ray_cluster: dict[str, str]) -> None:
     with_vocabulary(tiny)
-    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=2, run="submitted")
-    command = [Path(sys.executable).parent / "ray", "job", "submit", "--working-dir", ".", "--"]
-    command += ["python", "-m", "ray_jobs.train", str(path)]
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=300, checkpoint_every=5, run="submitted")
+    run, ray = Run(f"{tiny.root}/dataset-runs/submitted"), Path(sys.executable).parent / "ray"
     environment = {name: value for name, value in {**os.environ, **ray_cluster}.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "train done" in done.stdout + done.stderr
-    assert Run(f"{tiny.root}/dataset-runs/submitted").summary() is not None
+
+    def submit(name: str) -> subprocess.Popen[str]:
+        command = [ray, "job", "submit", "--submission-id", name, "--working-dir", ".", "--"]
+        return subprocess.Popen(
+            [*command, "python", "-m", "ray_jobs.train", str(path)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    first = submit("train-1")
+    wait_for_checkpoint(run, first)
+    subprocess.run([ray, "job", "stop", "train-1"], env=environment, check=True, capture_output=True, timeout=120)
+    out, _ = first.communicate(timeout=60)
+    assert "train stopped update=" in out, out
+    stood = run.checkpoints.updates()[-1]
+    assert f"train stopped update={stood}/" in out
+    assert run.summary() is None, "it ended before it was stopped"
+    again = submit("train-2")
+    out, _ = again.communicate(timeout=240)
+    assert again.returncode == 0, out
+    assert f"train resumed update={stood}/" in out
+    assert "train done" in out
+    assert run.summary() is not None
 
 
 class NoRay:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import psutil
 import pytest
 import torch
 from jobs import ROOT, Finished, finish
-from test_train import exported, wait_for_checkpoint, with_vocabulary, write_recipe, writer_of
+from test_train import exported, wait_for_checkpoint, with_vocabulary, write_recipe, writer_of, written_by
 from tiny_training import Tiny, make_tiny
 
 from drafter.claim import claim
@@ -194,43 +195,61 @@ def test_a_store_that_is_down_for_twenty_seconds_is_waited_for(
     np.testing.assert_allclose(losses(run), losses(reference), rtol=2e-2)
 
 
-def test_a_node_that_goes_leaves_fewer_workers_that_carry_on(
+def test_a_node_that_goes_leaves_fewer_workers_that_carry_on_and_one_that_comes_is_joined(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
+    import ray.train
     from ray.cluster_utils import Cluster
 
     impatient = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
     for name, value in impatient.items():
         monkeypatch.setenv(name, value)
+    # It looks for nodes that came every minute.
+    monkeypatch.setattr(
+        ray.train, "ScalingConfig", partial(ray.train.ScalingConfig, elastic_resize_monitor_interval_s=2)
+    )
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    epochs, done = 2 * EPOCHS, threading.Event()
     try:
         node = cluster.add_node(num_cpus=1)
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **impatient}
         ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
         path = write_recipe(
-            tiny, tmp_path / "recipe.yaml", epochs=EPOCHS, lr=1e-3, run="node", checkpoint_every=10, min_workers=1
+            tiny, tmp_path / "recipe.yaml", epochs=epochs, lr=1e-3, run="node", checkpoint_every=10, min_workers=1
         )
-        run, lost = Run(f"{tiny.root}/dataset-runs/node"), threading.Event()
+        run, seen = Run(f"{tiny.root}/dataset-runs/node"), []
 
-        def lose() -> None:
-            while not run.checkpoints.updates():
+        def wait_for(workers: int) -> None:
+            while not done.is_set():
+                with contextlib.suppress(StatehouseError, IndexError):  # none yet; pruned in between
+                    if written_by(run, run.checkpoints.updates()[-1])["workers"] == workers:
+                        seen.append(workers)
+                        return
                 time.sleep(0.05)
-            cluster.remove_node(node, allow_graceful=False)  # kill -9 of its raylet
-            lost.set()
 
-        thread = threading.Thread(target=lose)
+        def lose_and_add() -> None:
+            wait_for(2)
+            cluster.remove_node(node, allow_graceful=False)  # kill -9 of its raylet
+            wait_for(1)
+            cluster.add_node(num_cpus=1)
+            wait_for(2)
+
+        thread = threading.Thread(target=lose_and_add)
         thread.start()
-        train_job.run(load_recipe(path), argparse.Namespace(fresh=False))
-        thread.join()
-        assert lost.is_set()
+        try:
+            train_job.run(load_recipe(path), argparse.Namespace(fresh=False))
+        finally:
+            done.set()
+            thread.join()
+        assert seen == [2, 1, 2]
     finally:
         ray.shutdown()
         cluster.shutdown()
     summary = run.summary()
     assert summary is not None
-    assert summary["workers"] == 1
-    assert summary["resumed"] >= 1
-    reference = undisturbed(tiny, "undisturbed-node", epochs=EPOCHS, lr=1e-3, checkpoint_every=1000)
+    assert summary["workers"] == 2
+    assert summary["resumed"] >= 2
+    reference = undisturbed(tiny, "undisturbed-node", epochs=epochs, lr=1e-3, checkpoint_every=1000)
     np.testing.assert_allclose(losses(run), losses(reference), rtol=2e-2)
     assert exported(run).keys() == exported(reference).keys()
