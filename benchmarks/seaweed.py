@@ -23,9 +23,13 @@ ACCESS, SECRET, BUCKET = "statehouse-bench", "statehouse-bench-secret", "bench"
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports free now, with the gRPC port (+10000) that SeaweedFS derives from each free too."""
+    """Ports free now, with the gRPC port (+10000) that SeaweedFS derives from each free too.
+
+    Above the ports of Ray's workers (to 19999), and with the derived ones below those that connections take (from 32768):
+    nobody picks them by chance before the server listens.
+    """
     found: list[int] = []
-    port = random.randrange(26000, 31000)  # two benchmarks at once do not race for the same ones
+    port = random.randrange(20000, 22600)  # two benchmarks at once do not race for the same ones
     while len(found) < count:
         port += 1
         with socket.socket() as one, socket.socket() as two:
