@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ray_jobs.replicas import open_replica
-from ray_jobs.replicas.replica import Forwarded, Replica, ReplicaConfig, Sampling
+from ray_jobs.replicas.replica import Forwarded, Generation, Replica, ReplicaConfig, Sampling
 from ray_jobs.replicas.sglang import SGLangReplica
 from ray_jobs.verifier import default_capture_layers, resolve_verifier
 from storage.errors import ReplicaFailed, StatehouseError
@@ -204,7 +204,7 @@ def test_describe(engine: Replica) -> None:
     assert described == {"engine": "sglang", "tp_size": 1, "engine_dtype": "float32"}
 
 
-def test_zz_the_death_of_the_engine_fails_what_waits_and_nothing_else(
+def test_zz_the_death_of_the_engine_fails_what_waits_and_loses_no_finished_response(
     engine: SGLangReplica, prompts: dict[str, np.ndarray]
 ) -> None:
     """Last: it kills the module's engine."""
@@ -213,19 +213,29 @@ def test_zz_the_death_of_the_engine_fails_what_waits_and_nothing_else(
     assert process._process is not None
     private = process.private
     failures: list[BaseException] = []
+    finished: dict[int, Generation] = {}
+    one_is_done = threading.Event()
+
+    def heard(at: int, generation: Generation) -> None:
+        finished[at] = generation
+        one_is_done.set()
 
     def work() -> None:
+        samplings = [Sampling(max_new_tokens=4 if at == 2 else 2000, ignore_eos=True) for at in range(4)]
         try:
-            engine.generate([prompts["short"]] * 4, [Sampling(max_new_tokens=2000, ignore_eos=True)] * 4)
+            engine.generate([prompts["short"]] * 4, samplings, heard)
         except ReplicaFailed as error:
             failures.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
+    assert one_is_done.wait(120)
     os.kill(process.scheduler_pids()[0], signal.SIGKILL)
     thread.join(timeout=30)
     assert not thread.is_alive(), "a request outlived its engine"
     assert "the SGLang engine died" in str(failures[0])
+    assert list(finished) == [2]
+    assert len(finished[2].token_ids) == 4
     with pytest.raises(ReplicaFailed, match="died"):
         engine.prefill([prompts["short"]])
     engine.stop()
