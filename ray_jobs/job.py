@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
-from ray_jobs.planning import print_plan
 from ray_jobs.recipe import Recipe, load_recipe
 from storage.errors import RecipeError, StatehouseError
 
@@ -59,6 +58,8 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
     try:
         recipe = load_recipe(args.recipe, args.overrides)
         if args.plan:
+            from ray_jobs.planning import print_plan  # it needs torch, which takes a worker a second and 200 MB
+
             print_plan(recipe)
         else:
             _require_lasting(recipe.dataset.uri)

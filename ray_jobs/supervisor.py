@@ -298,8 +298,10 @@ class Supervisor:
         if now - self._looked < _PLACES_EVERY_S:
             return
         self._looked = now
-        for live in self._live.values():
-            live.placed = live.placed or live.ready or _created(live.group)
+        unknown = [live for live in self._live.values() if not live.placed]
+        created = _created_groups() if unknown else set()
+        for live in unknown:
+            live.placed = live.ready or live.group.id.hex() in created
         waiting = [slot for slot, live in self._live.items() if not live.placed]
         if len(waiting) < len(self._live) or not waiting:
             self._placed = now
@@ -345,10 +347,11 @@ class Supervisor:
             self._kill(slot)
 
 
-def _created(group: Any) -> bool:
+def _created_groups() -> set[str]:
+    """Ids of the cluster's placement groups that have their place: one question for all replicas."""
     from ray.util.placement_group import placement_group_table
 
-    return placement_group_table(group).get("state") == "CREATED"
+    return {key for key, about in placement_group_table().items() if about["state"] == "CREATED"}
 
 
 def _remove_group(group: Any) -> None:
