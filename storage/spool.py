@@ -205,14 +205,14 @@ def _checked(batch: pa.RecordBatch, path: str) -> pa.Table:
     return table
 
 
-_NOTHING = pa.table(
-    {
-        "id": pa.array([], pa.string()),
-        "source": pa.array([], pa.string()),
-        "group": pa.array([], pa.string()),
-        "length": pa.array([], pa.int32()),
-        "loss_tokens": pa.array([], pa.int32()),
-        "ids_at": pa.array([], pa.int64()),
-        "mask_at": pa.array([], pa.int64()),
-    }
-)
+_NOTHING = pa.schema(
+    [
+        ("id", pa.string()),
+        ("source", pa.string()),
+        ("group", pa.string()),
+        ("length", pa.int32()),
+        ("loss_tokens", pa.int32()),
+        ("ids_at", pa.int64()),
+        ("mask_at", pa.int64()),
+    ]
+).empty_table()  # pa.array([]) would import pandas
