@@ -205,14 +205,17 @@ def _checked(batch: pa.RecordBatch, path: str) -> pa.Table:
     return table
 
 
-_NOTHING = pa.schema(
-    [
-        ("id", pa.string()),
-        ("source", pa.string()),
-        ("group", pa.string()),
-        ("length", pa.int32()),
-        ("loss_tokens", pa.int32()),
-        ("ids_at", pa.int64()),
-        ("mask_at", pa.int64()),
-    ]
-).empty_table()  # pa.array([]) would import pandas
+_NOTHING = pa.Table.from_batches(  # pa.array([]) would import pandas
+    [],
+    pa.schema(
+        [
+            ("id", pa.string()),
+            ("source", pa.string()),
+            ("group", pa.string()),
+            ("length", pa.int32()),
+            ("loss_tokens", pa.int32()),
+            ("ids_at", pa.int64()),
+            ("mask_at", pa.int64()),
+        ]
+    ),
+)
