@@ -23,7 +23,10 @@ LAYERS = (1, 14, 26)
 
 @dataclass(frozen=True)
 class Shape:
-    """A drafter, its verifier's vocabulary, and what it is trained on: sequences of `lengths`, a share with loss."""
+    """A drafter, its verifier's vocabulary, and what it is trained on: sequences of `lengths`, a share with loss.
+
+    padding: tokens at the end of each sequence that carry none.
+    """
 
     hidden: int
     draft: int
@@ -31,6 +34,7 @@ class Shape:
     lengths: tuple[int, ...]
     steps: int
     loss_share: float = 0.6
+    padding: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -108,12 +112,13 @@ def write_tensors(folder: Path, shape: Shape, verifier: Path) -> Path:
 def loss_mask(shape: Shape) -> torch.Tensor:
     """[T] bool: conversations of turns of about 200 tokens, each first asked (no loss), then answered (loss)."""
     parts = []
-    for length in shape.lengths:
+    for length, padding in zip(shape.lengths, shape.padding or (0,) * len(shape.lengths), strict=True):
         turns = max(1, length // 200)
         edges = [turn * length // turns for turn in range(turns + 1)]
         for first, end in zip(edges, edges[1:], strict=False):
             asked = round((end - first) * (1 - shape.loss_share))
             parts.append(torch.arange(end - first) >= asked)
+            parts[-1] &= torch.arange(first, end) < length - padding
     return torch.cat(parts)
 
 

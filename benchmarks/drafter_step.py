@@ -27,9 +27,10 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no compiler on the bench machine is p
 warnings.filterwarnings("ignore")
 
 Step = Callable[[], float]
-# What is imported is part of the bare process, over which memory is counted.
+# What is imported is part of the bare process, over which memory is counted. The peers' modules import torch._dynamo too;
+# torch's optimisers do when the first one is made: 145 MB.
 _IMPORTS = {
-    "statehouse": ("drafter.trainer",),
+    "statehouse": ("drafter.trainer", "torch._dynamo"),
     "specforge": ("specforge.training.strategies.base", "specforge.algorithms.eagle3.model"),
     "speculators": ("speculators.models.eagle3", "speculators.train.trainer"),
 }
