@@ -16,7 +16,6 @@ Shape suffixes as in drafter/model.py, and: S tokens of one sequence.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from drafter.errors import DrafterError
 from drafter.loss import loss_rows
 from drafter.model import Drafter
 from drafter.ttt import check_batch, unroll
+from vocab.mapping import DraftVocab
 
 # fp32 logits that exist at one time: 1,048 rows of 32,000.
 _LOGITS_AT_ONCE = 1 << 25
@@ -263,9 +263,13 @@ def shifted_d2t(drafter: Drafter) -> Drafter:
     """The same drafter with every draft id mapped to the token after its own (the last one to token 0).
 
     What a map of another vocabulary, or one that is off by one, does to a good drafter: each draft id still has a token
-    of its own, and it is always the wrong one.
+    of its own, and it is always the wrong one. Rows of the lm_head are put in the order of those tokens, so that the
+    control is a drafter like any other, which can be exported and served.
     """
-    shifted = copy.deepcopy(drafter)
-    target_W = torch.from_numpy((drafter.draft_vocab.target_ids + 1) % drafter.config.vocab_size)
-    shifted.d2t.copy_(target_W - torch.arange(len(target_W)))
+    moved_W = (drafter.draft_vocab.target_ids + 1) % drafter.config.vocab_size
+    vocabulary = DraftVocab.from_ids(moved_W, drafter.config.vocab_size)
+    shifted = Drafter(drafter.config, vocabulary, drafter.embed_tokens.weight).to(drafter.fc.weight)
+    state = dict(drafter.state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"][torch.from_numpy(np.argsort(moved_W))]
+    shifted.load_state_dict(state | {name: shifted.state_dict()[name] for name in ("d2t", "t2d")})
     return shifted

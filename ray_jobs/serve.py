@@ -3,7 +3,7 @@
 Serves evaluation.serve_prompts prompts speculatively, then reads every response once more through the verifier alone:
 each token must be its likeliest (ties below 1e-4 are counted), and each verify pass must have accepted what the offline
 walk over the same response says, but for the last block. Anything else is an error and exit code 1.
-`--controls` also serves an untrained drafter and the verifier without any. Writes serve.json into the run's folder.
+`--controls` also serves an untrained drafter, the run's own with its d2t off by one, and the verifier without any. Writes serve.json into the run's folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas.speculative import Served
 from ray_jobs.serve_prompts import ServePrompt, choose_prompts
-from ray_jobs.serving import NONE, TRAINED, UNTRAINED, OracleActor, ServeActor
+from ray_jobs.serving import NONE, SHIFTED, TRAINED, UNTRAINED, OracleActor, ServeActor
 from ray_jobs.supervisor import reason_of
 from storage import open_dataset
 from storage.errors import ReplicaFailed, StatehouseError
@@ -227,7 +227,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         trained.uri, len(prompts), draft_length, recipe.evaluation.serve_dtype,
     )  # fmt: skip
     serving = _Served(recipe, prompts)
-    kinds = [TRAINED, UNTRAINED, NONE] if args.controls else [TRAINED]
+    kinds = [TRAINED, UNTRAINED, SHIFTED, NONE] if args.controls else [TRAINED]
     found: dict[str, Any] = {}
     responses: dict[str, list[Served]] = {}
     try:
@@ -320,5 +320,7 @@ def _require_proof(recipe: Recipe, found: dict[str, Any], where: str) -> None:
 
 if __name__ == "__main__":
     arguments = job.parser("serve", __doc__ or "")
-    arguments.add_argument("--controls", action="store_true", help="also serve an untrained drafter, and none")
+    arguments.add_argument(
+        "--controls", action="store_true", help="also serve an untrained drafter, one with a wrong d2t, none"
+    )
     job.main(arguments, run)

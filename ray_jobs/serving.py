@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from drafter.acceptance import shifted_d2t
 from drafter.export import export_sglang
 from drafter.model import Drafter
 from drafter.run import Run
@@ -26,8 +27,8 @@ from storage import open_dataset
 from storage.contract import Contract
 from storage.errors import ReplicaFailed, StatehouseError
 
-# What is served: the run's drafter, one that has learnt nothing, none at all.
-TRAINED, UNTRAINED, NONE = "drafter", "untrained", "no drafter"
+# What is served: the run's drafter, one that has learnt nothing, the run's with a wrong map, none at all.
+TRAINED, UNTRAINED, SHIFTED, NONE = "drafter", "untrained", "d2t off by one", "no drafter"
 
 
 def make_drafter(recipe: Recipe, kind: str, weights: VerifierWeights, contract: Contract, folder: Path) -> Drafter:
@@ -36,6 +37,8 @@ def make_drafter(recipe: Recipe, kind: str, weights: VerifierWeights, contract: 
     trained = load_drafter(run, folder, weights, contract)
     if kind == TRAINED:
         return trained
+    if kind == SHIFTED:
+        return shifted_d2t(trained)
     return untrained(trained, weights, section_of(run), untrained_seed(recipe))
 
 

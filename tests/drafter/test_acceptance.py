@@ -266,11 +266,14 @@ def test_the_shifted_map_gives_every_draft_another_token_and_loses_the_skill() -
     before = drafter.d2t.clone()
     shifted = shifted_d2t(drafter)
     assert torch.equal(drafter.d2t, before), "the drafter itself is as it was"
-    everything = torch.arange(DRAFT_VOCAB)
-    found = shifted.target_ids(everything)
-    assert not (found == drafter.target_ids(everything)).any()
-    assert len(set(found.tolist())) == DRAFT_VOCAB
-    assert set(found.tolist()) <= set(range(VOCAB))
+    # A row of the lm_head stands for the token after the one that it stood for.
+    rows = {
+        tuple(row): token
+        for row, token in zip(drafter.lm_head.weight.tolist(), drafter.draft_vocab.target_ids, strict=True)
+    }
+    moved = zip(shifted.lm_head.weight.tolist(), shifted.target_ids(torch.arange(DRAFT_VOCAB)).tolist(), strict=True)
+    assert {(rows[tuple(row)] + 1) % VOCAB - token for row, token in moved} == {0}
+    assert torch.equal(shifted.t2d.nonzero().squeeze(1), shifted.target_ids(torch.arange(DRAFT_VOCAB)))
     skill, left = (draft_chains(one, *batch, steps=3).accepted_T.clamp(min=0).sum() for one in (drafter, shifted))
     assert left < skill / 2
 
