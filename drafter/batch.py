@@ -7,7 +7,7 @@ dataset stores the verifier's likeliest tokens instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -61,6 +61,16 @@ class PackedBatch:
             )
         features, final = states_TLH[:, :-1].flatten(1), states_TLH[:, -1]
         return cls(token_ids_T, loss_mask_T, features, final, lengths, rows, None, states_TLH)
+
+    def without(self, rows: set[int]) -> PackedBatch:
+        """The batch with these sequences as zeros that bear no loss."""
+        kept_T = torch.tensor([row not in rows for row in self.rows]).repeat_interleave(torch.tensor(self.lengths))
+        kept_T = kept_T.to(self.token_ids_T.device)
+        features_TF = self.features_TF.masked_fill(~kept_T[:, None], 0)
+        final_TD = None if self.final_TD is None else self.final_TD.masked_fill(~kept_T[:, None], 0)
+        return replace(
+            self, loss_mask_T=self.loss_mask_T & kept_T, features_TF=features_TF, final_TD=final_TD, states_TLH=None
+        )
 
     def to(self, device: torch.device) -> PackedBatch:
         """On this device. From pinned memory it need not wait."""

@@ -59,5 +59,20 @@ def drafter_config(request: Request, sources: Sources, weights: VerifierWeights)
         raise DrafterError(
             f"drafter.config: expected fields of a drafter that differ from the verifier's, found {changed}: {error}"
         ) from None
+    contract = sources.dataset.contract
+    for name, found, expected, whose in (
+        ("target_hidden_size", config.target_hidden_size, contract.hidden_size, "the states of the dataset"),
+        ("vocab_size", config.vocab_size, contract.vocab_size, "the verifier"),
+        ("capture_layers", list(config.capture_layers), list(layers), "the states of the dataset"),
+    ):
+        if found != expected:
+            raise DrafterError(
+                f"drafter.config.{name}: expected {expected}, of {whose} ({sources.dataset.uri}), found {found}; leave it out"
+            )
+    if config.own_embedding and request.drafter.lm_head != "trained":
+        raise DrafterError(
+            f"drafter.lm_head: expected trained for a drafter of width {config.hidden_size}, found "
+            f"{request.drafter.lm_head}: the verifier's rows are {config.target_hidden_size} wide"
+        )
     require_servable(config)
     return config

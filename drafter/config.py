@@ -84,6 +84,11 @@ class DrafterConfig(BaseModel):
         return len(self.capture_layers) * self.target_hidden_size
 
     @property
+    def own_embedding(self) -> bool:
+        """Whether the drafter's width is another than the verifier's, whose embedding it cannot read then."""
+        return self.hidden_size != self.target_hidden_size
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values, in bf16, that a server caches for each token of a request."""
         return 2 * 2 * self.num_key_value_heads * self.head_dim
@@ -106,6 +111,8 @@ class DrafterConfig(BaseModel):
             )
         fields = {name: text[name] for name in _COPIED if name in text} | rope_fields(text)
         fields |= {"draft_vocab_size": draft_vocab_size, "capture_layers": tuple(capture_layers)}
+        if "hidden_size" in text:
+            fields["target_hidden_size"] = text["hidden_size"]
         fields["rms_norm_eps"] = text.get("rms_norm_eps", 1e-6)
         fields |= changed
         if text.get("kv_lora_rank"):

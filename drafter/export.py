@@ -72,7 +72,7 @@ def sglang_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"fc_norm.{at}.weight": (config.target_hidden_size,) for at in range(len(config.capture_layers))}
     if config.draft_vocab_size < config.vocab_size:
         shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-    if config.target_hidden_size != width:
+    if config.own_embedding:
         shapes[_EMBEDDING] = (config.vocab_size, width)
     return shapes
 
@@ -171,7 +171,8 @@ def load_sglang(
 ) -> Drafter:
     """The drafter in a folder that SGLang can serve, whoever made it, in the dtype of its weights, on the CPU.
 
-    embedding_VD: the verifier's; the folder's own, if it has one, serves when this is left out.
+    embedding_VD: the verifier's; the folder's own, if it has one, serves when this is left out, and always where the
+    drafter is of another width than the verifier.
     capture_layers: 0-based decoder outputs, for a folder whose config.json does not name them, or names them wrong.
     verifier: its config.json, without which the ids of some drafters cannot be told (`drafter.layer_ids`).
     Raises DrafterError that names file and field when something is missing, left over, of another shape or type, or
@@ -229,7 +230,8 @@ def build(where: str, config: DrafterConfig, tensors: dict[str, Tensor], embeddi
     _check_tensors(where, tensors, shapes | {name: optional[name] for name in optional if name in tensors}, _FIX)
     if embedding_VD is None and _EMBEDDING not in tensors:
         raise DrafterError(f"{where}: expected {_EMBEDDING}, found none; give the verifier's embedding")
-    embedding_VD = tensors.pop(_EMBEDDING) if embedding_VD is None else embedding_VD
+    if embedding_VD is None or (config.own_embedding and _EMBEDDING in tensors):
+        embedding_VD = tensors.pop(_EMBEDDING)
     dtype = tensors["fc.weight"].dtype
     drafter = Drafter(config, _draft_vocab(where, config, tensors), embedding_VD).to(dtype)
     drafter.load_state_dict(tensors | {"d2t": drafter.d2t, "t2d": drafter.t2d, _EMBEDDING: drafter.embed_tokens.weight})

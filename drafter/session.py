@@ -77,13 +77,15 @@ class Session:
         dtype = getattr(torch, self.settings.dtype)
         drafter = self._new_drafter()
         self._log("train begins %s", begin(drafter, request.drafter))
-        drafter.embed_tokens.to(dtype)
+        if not self.config.own_embedding:  # frozen
+            drafter.embed_tokens.to(dtype)
         head = VerifierHead(self.weights.lm_head_VD.to(team.device, dtype), self.sources.vocabulary)
         if self.settings.parallel == "shard" and team.world == 1 and not torch.distributed.is_initialized():
             raise DrafterError(
                 "training.parallel: shard shares weights out over several workers, and there is one: set it to replicate"
             )
-        self.trainer = Trainer(drafter.to(team.device), head, request.drafter, self.settings, team)
+        name_of = self.sources.name_of
+        self.trainer = Trainer(drafter.to(team.device), head, request.drafter, self.settings, team, name_of)
         self.rows = self.sources.items.rows(self.sources.training_items, self.sources.weights)
         self.per_epoch = self.rows.updates_per_epoch(self.settings.global_batch_tokens)
         self.total = self.per_epoch * self.settings.epochs
@@ -236,8 +238,7 @@ class Session:
             "updates": progress.update,
             "ended_early": progress.update < self.total,
             "epochs": self.settings.epochs,
-            "sequences": sources.sequences(sources.training_items),
-            "held_out_sequences": sources.sequences(sources.held_items),
+            **sources.counts(self.request.drafter.ttt_steps),
             "exported": progress.update,
             "workers": self.team.world,
             "parameters": parameter_counts(self.trainer.drafter),
@@ -387,7 +388,7 @@ class Session:
             self.run.uri, sources.sequences(sources.training_items), sources.sequences(sources.held_items), self.total,
             self.settings.epochs, f"{self.rows.lengths.sum() / self.per_epoch:,.0f}", self.team.world,
             f"{counts['all']:,}", f"{counts['trained']:,}", sources.vocabulary.size, self.settings.dtype,
-            f" datasets={len(sources.mixture.datasets)}" if len(sources.mixture.datasets) > 1 else "",
+            sources.said(self.request.drafter.ttt_steps),
         )  # fmt: skip
 
     def _log(self, message: str, *parts: object) -> None:

@@ -91,6 +91,8 @@ class Sources:
     items: Items
     training_items: NDArray[np.int64]
     held_items: NDArray[np.int64]
+    # Numbers of items that are left out, having no two loss tokens.
+    untaught: int = 0
 
     @property
     def dataset(self) -> Dataset:
@@ -101,9 +103,37 @@ class Sources:
     def weights(self) -> tuple[float, ...]:
         return tuple(part.weight for part in self.mixture.parts)
 
+    def counts(self, steps: int) -> dict[str, int]:
+        """For a run's summary. untaught: pieces that are left out, having no two loss tokens in all. short: pieces that
+        are trained on but too short for the last of so many steps; the first ones learn from them.
+        """
+        return {
+            "sequences": self.sequences(self.training_items),
+            "held_out_sequences": self.sequences(self.held_items),
+            "untaught": self.untaught,
+            "short": int((self.items.length[self.training_items] < steps + 2).sum()),
+        }
+
+    def said(self, steps: int) -> str:
+        """Those of these counts that are out of the ordinary, for a log line."""
+        found = {"datasets": len(self.mixture.datasets)} | self.counts(steps)
+        odd = {name: found[name] for name in ("untaught", "short") if found[name]}
+        if found["datasets"] > 1:
+            odd = {"datasets": found["datasets"]} | odd
+        return "".join(f" {name}={count}" for name, count in odd.items())
+
     def sequences(self, items: NDArray[np.int64]) -> int:
         """How many sequences these items are of."""
         return len(np.unique(self.items.row[items]))
+
+    def name_of(self, item: int) -> str:
+        """The sequence of an item, for an error that ends with what was found in it."""
+        dataset, row = self.mixture.place(int(self.items.row[item]))
+        shard = int(dataset.sequences["shard"][row].as_py())
+        return (
+            f"{dataset.uri}: sequence {dataset.sequences['id'][row].as_py()[:12]} of shard {shard} (make it again with "
+            f"`python -m ray_jobs.extract RECIPE --repair --shards {shard}`)"
+        )
 
     def source_of(self, items: NDArray[np.int64]) -> dict[int, str]:
         """{item: source of its sequence}."""
@@ -157,9 +187,9 @@ def open_sources(request: Request, open_one: Callable[[str], Dataset] = open_dat
         )
     if not (teaches & held).any():
         _require_no_judge(request.training, uri)
-    chosen = (np.flatnonzero(teaches & side).astype(np.int64) for side in (~held, held))
+    training, held_out = (np.flatnonzero(teaches & side).astype(np.int64) for side in (~held, held))
     check_lengths(items.length[teaches], request.training.micro_batch_tokens)
-    return Sources(mixture, vocabulary, items, *chosen)
+    return Sources(mixture, vocabulary, items, training, held_out, int((~teaches).sum()))
 
 
 def _require_no_judge(training: TrainingSection, uri: str) -> None:

@@ -21,8 +21,9 @@ from storage.errors import StatehouseError
 from storage.objects import open_store
 
 _HEAD = "lm_head.weight"
-# Not the other drafter's: they follow from the verifier and from the new vocabulary.
-_OWN = ("embed_tokens.weight", "d2t", "t2d")
+# Not the other drafter's: they follow from the new vocabulary; and so does the embedding, from the verifier, unless the
+# drafters are of another width.
+_OWN, _EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def start_from(drafter: Drafter, other: Drafter, *, head: bool = True) -> Starte
             f"start_from: another drafter: {said}; give drafter.config those fields, or start from random"
         )
     state, given = drafter.state_dict(), other.state_dict()
-    kept = tuple(name for name in state if name not in (*_OWN, _HEAD))
+    own = _OWN if drafter.config.own_embedding else (*_OWN, _EMBEDDING)
+    kept = tuple(name for name in state if name not in (*own, _HEAD))
     for name in kept:
         state[name].copy_(given[name])
     own_V = torch.full((drafter.config.vocab_size,), -1)

@@ -9,8 +9,9 @@ Shape suffixes as in drafter/model.py, and K steps.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ from drafter.recipe import DrafterSection, TrainingSection
 from drafter.team import Team
 from drafter.verifier_head import VerifierHead
 from storage.errors import StatehouseError
+
+log = logging.getLogger("statehouse")
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,16 @@ class Trainer:
     """A drafter with its optimiser on this worker's device. All workers hold the same numbers after every update."""
 
     def __init__(
-        self, drafter: Drafter, head: VerifierHead, section: DrafterSection, settings: TrainingSection, team: Team
+        self,
+        drafter: Drafter,
+        head: VerifierHead,
+        section: DrafterSection,
+        settings: TrainingSection,
+        team: Team,
+        name_of: Callable[[int], str] = str,
     ) -> None:
+        """name_of: what to call a row of a batch (`PackedBatch.rows`) in an error."""
+        self.name_of = name_of
         self.drafter, self.head, self.section, self.settings, self.team = drafter, head, section, settings, team
         if section.lm_head == "frozen" and drafter.lm_head.weight.shape == head.draft_weight_WD.shape:
             # The very rows that teach: in the dtype of the products, and kept once.
@@ -86,7 +97,8 @@ class Trainer:
         """One update from this worker's micro-batches of the global batch, which may be none. lr: for this update.
 
         An update whose loss or gradient is not finite, on any worker, changes nothing and is counted; several in a row
-        are a DrafterError. An error of the store while reading, on any worker, is raised on all.
+        are a DrafterError, and so is a sequence whose stored states are not finite, unless settings.bad_shards skips it.
+        An error of the store while reading, on any worker, is raised on all.
         """
         self.weights.begin()
         sums, error = self._sums(), None
@@ -170,6 +182,18 @@ class Trainer:
     def _loss(self, given: PackedBatch | Planes) -> Loss:
         """The summed loss (not yet divided) of one micro-batch."""
         batch = self.cache.fill(given.to(self.team.device))
+        loss = self._of(batch)
+        if not loss.loss.isfinite() and (bad := not_finite(batch)):
+            said = "; ".join(
+                f"{self.name_of(row)}: expected finite states, found {count:,}" for row, count in bad.items()
+            )
+            if self.settings.bad_shards == "stop":
+                raise DrafterError(f"{said} that are not")
+            log.warning("sequence skipped: %s that are not", said)
+            loss = self._of(batch.without(set(bad)))
+        return loss
+
+    def _of(self, batch: PackedBatch) -> Loss:
         with self._precision():
             return ttt_loss(
                 self.drafter, self.head, batch.token_ids_T, batch.loss_mask_T, batch.features_TF, batch.final_TD,
@@ -208,6 +232,16 @@ def _flat(loss: Loss) -> Tensor:
     """What workers add up, [1 + 3K] float64: summed loss, and of each step its positions, covered and matched ones."""
     counts = torch.cat([loss.positions, loss.covered, loss.matched])
     return torch.cat([loss.loss.detach()[None].double(), counts.double()])
+
+
+def not_finite(batch: PackedBatch) -> dict[int, int]:
+    """{row: stored values that are NaN or infinite} of the batch's sequences that have some."""
+    parts = [batch.features_TF] if batch.final_TD is None else [batch.features_TF, batch.final_TD]
+    found = [
+        sum(int((~one.isfinite()).sum()) for one in states)
+        for states in zip(*(part.split(batch.lengths) for part in parts), strict=True)
+    ]
+    return {row: count for row, count in zip(batch.rows, found, strict=True) if count}
 
 
 def recompute_mlp(drafter: Drafter) -> None:

@@ -85,7 +85,7 @@ def drafter_parameters(recipe: Recipe, shape: VerifierShape, layers: Sequence[in
     attention = 2 * width * (queries + 2 * keys) + queries * width
     body = width * config.feature_size + attention + 3 * width * inner + 4 * width
     head, embedding = config.draft_vocab_size * width, config.vocab_size * width
-    trained = body + (0 if recipe.drafter.lm_head == "frozen" else head)
+    trained = body + (0 if recipe.drafter.lm_head == "frozen" else head) + config.own_embedding * embedding
     return {"trained": trained, "all": body + head + embedding, "kv_bytes_per_token": config.kv_bytes_per_token}
 
 

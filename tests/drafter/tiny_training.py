@@ -67,10 +67,11 @@ def make_sequences(count: int = 48, seed: int = 0, loss: bool = True) -> list[Se
 
 
 def make_dataset(
-    uri: str, verifier: Path, sequences: Rows[Sequence] | None = None, top_k: int = 0, **changed: Any
-) -> None:
+    uri: str, verifier: Path, sequences: Rows[Sequence] | None = None, top_k: int = 0, broken: int | None = None,
+    **changed: Any,
+) -> None:  # fmt: skip
     """A sealed dataset in several shards. changed: fields of the contract. top_k: so many of the verifier's likeliest
-    tokens instead of the final state.
+    tokens instead of the final state. broken: a token whose states are not finite.
     """
     table = sequence_table(make_sequences() if sequences is None else sequences)
     fields = {"weights_hash": weights_hash(verifier), **({"final_state": "absent"} if top_k else {}), **changed}
@@ -83,6 +84,8 @@ def make_dataset(
     # The final state of a token asks for its successor among the used ones.
     head = load_file(verifier / "model.safetensors")["lm_head.weight"].numpy()
     of_token[:USED, -1] = 6 * head[random.permutation(USED)]
+    if broken is not None:
+        of_token[broken] = np.nan
     states = of_token.astype(ml_dtypes.bfloat16).view(np.uint16)
     writer = ShardWriter.from_uri(uri)
     token_ids = {row["id"]: np.array(row["token_ids"]) for row in table.select(["id", "token_ids"]).to_pylist()}
