@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from drafter.errors import DrafterError
 from drafter.rope import checked_scaling
@@ -34,10 +42,9 @@ class DrafterConfig(BaseModel):
     vocab_size: int = Field(gt=0)
     draft_vocab_size: int = Field(gt=0)
     max_position_embeddings: int = Field(gt=0)
-    # SGLang's drafter has no biases in its attention but for o_proj, vLLM's has all or none: they agree on none.
-    attention_bias: Literal[False] = False
-    # The servers agree on one layer: SGLang norms the states before a second one by hidden_norm, vLLM by input_layernorm.
-    num_hidden_layers: Literal[1] = 1
+    # The servers agree on no biases and on one layer (docs/drafter.md): the names are here to be refused.
+    attention_bias: bool = False
+    num_hidden_layers: int = 1
     # EAGLE-3.1, with the servers' meaning: one norm over all captured states side by side before `fc` (input_norm), or
     # one for each (fc_norm.0, ...); and whether a step is fed the state after the last norm instead of before it.
     norm_before_fc: bool = False
@@ -52,6 +59,16 @@ class DrafterConfig(BaseModel):
         if isinstance(scaling, Mapping) and "mrope_section" in scaling:
             raise DrafterError(f"expected RoPE of one axis, found {scaling}; give rope_scaling=None for plain RoPE")
         return checked_scaling(scaling)
+
+    @field_validator("attention_bias", "num_hidden_layers")
+    @classmethod
+    def _agreed(cls, value: Any, info: ValidationInfo) -> Any:
+        if value != cls.model_fields[str(info.field_name)].default:
+            raise DrafterError(
+                f"{info.field_name}: expected {cls.model_fields[str(info.field_name)].default}, found {value}: SGLang and "
+                f"vLLM compute such a drafter in two ways (docs/drafter.md)"
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod

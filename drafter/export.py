@@ -274,10 +274,16 @@ def read_config(
         )
     eagle = found.get("eagle_config") or {}
     if found.get("num_hidden_layers") != 1:
-        raise DrafterError(f"{path}: num_hidden_layers: expected 1, found {found.get('num_hidden_layers')}; {_FIX}")
+        raise DrafterError(
+            f"{path}: num_hidden_layers: expected 1, found {found.get('num_hidden_layers')}: SGLang and vLLM norm a second "
+            f"layer's input by different weights (docs/drafter.md)"
+        )
     for name in _REFUSED:
         if found.get(name) or eagle.get(name):
-            raise DrafterError(f"{path}: {name}: expected it off or absent, found it on: not what this package trains")
+            raise DrafterError(
+                f"{path}: {name}: expected it off or absent, found it on: SGLang and vLLM do not serve it alike, or not as "
+                f"this package trains it (docs/drafter.md)"
+            )
     layers = capture_layers or captured_layers(found, verifier)
     if not layers:
         raise DrafterError(
