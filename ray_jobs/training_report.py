@@ -89,7 +89,7 @@ def panels(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, An
         for step in range(min(steps, 8))
     ]
     made = [
-        Panel("Loss", "nats a position", loss),
+        Panel("Loss", "nats a position, weighted sum of the steps", loss),
         Panel(f"Greedy matches with the verifier, {where}", "% of the positions", accuracy, 0),
         Panel("Greedy matches in a row, held-out prompts", "% of the positions", in_a_row, 0),
         Panel("Norm of the gradient", "before clipping", [Line("norm", trained("grad_norm"), COLOURS[2])], 0),
@@ -138,7 +138,7 @@ def report_html(run: Run, metrics: Sequence[dict[str, Any]], summary: dict[str, 
     }
     if summary:
         rows |= {
-            "updates": f"{summary['updates']:,}, by recipe {summary['epochs']} epochs",
+            "updates": f"{summary['updates']:,} ({summary['epochs']} epochs by the recipe)",
             "tokens": f"{summary['tokens']:,} ({summary['tokens_per_s']:,.0f} a second, {100 * summary['wait_share']:.1f} % of the time waiting)",
             "parameters": f"{summary['parameters']['trained']:,} trained, {summary['parameters']['all']:,} in all",
         }
