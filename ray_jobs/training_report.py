@@ -11,7 +11,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def report_html(run: Run, metrics: Sequence[dict[str, Any]], summary: dict[str, 
             for print_, weight in identity.get("datasets", {}).items()
         ),
         "draft vocabulary": str(identity.get("draft_vocabulary", ""))[:12],
-        "code": str(provenance.get("git_commit") or "no commit")[:12],
+        "code": _code(provenance),
     }
     if summary:
         rows |= {
@@ -162,6 +162,12 @@ def report_html(run: Run, metrics: Sequence[dict[str, Any]], summary: dict[str, 
         for key, value in rows.items()
     )
     return page(title, [f"<h1>{html.escape(title)}</h1>", f"<table>{about}</table>", *charts])
+
+
+def _code(provenance: Mapping[str, Any]) -> str:
+    commit, source = provenance.get("git_commit"), provenance.get("source")
+    named = [f"commit {commit[:12]}{'+changes' if commit.endswith('+changes') else ''}"] if commit else []
+    return ", ".join([*named, *([f"source {source[:12]}"] if source else [])])
 
 
 def curves_png(shown: Sequence[Panel]) -> bytes | None:

@@ -98,6 +98,7 @@ def test_two_workers_of_ray_train_end_where_one_process_does(
     assert summary is not None
     assert summary["workers"] == 2
     assert {"report.html", "curves.png"} <= set(run.store.sizes())
+    assert len(run.provenance()["source"]) == 64
     assert any(key.startswith("tensorboard/events") for key in run.store.sizes())
     alone = tiny.request("alone", epochs=3)
     claim(alone, open_sources(alone))
