@@ -177,6 +177,11 @@ def open_sources(request: Request, open_one: Callable[[str], Dataset] = open_dat
     _require_teacher(mixture)
     vocabulary = _open_vocabulary(request.vocabulary, mixture.datasets[0])
     items = Items.of(mixture, request.training)
+    if not len(items.row):
+        raise DrafterError(
+            f"{uri}: training.max_length is {request.training.max_length}, and all {len(mixture.sequences)} sequences are "
+            f"longer; raise it, or set training.long_sequences=split"
+        )
     held = held_out_mask(mixture.sequences["group"].to_pylist(), request.held_out, request.split_seed)[items.row]
     # A row counts where two tokens in a row bear loss (drafter.loss): a sequence with fewer teaches nothing.
     teaches = (mixture.sequences["loss_tokens"].to_numpy() >= 2)[items.row]

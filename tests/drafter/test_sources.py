@@ -132,6 +132,7 @@ def test_what_cannot_be_mixed_is_one_line(tiny: Tiny, tmp_path: Path) -> None:
         filter={"sources": ["poems"]},
     )
     refused(StatehouseError, "no sequence of .* is left by its filter", filter={"min_length": 1000})
+    refused(DrafterError, "training.max_length is 4, and all 48 sequences are longer", max_length=4)
     shutil.copytree(f"{tiny.root}/dataset", tmp_path / "copy")
     refused(StatehouseError, "no sequence of 48 is new", datasets=[{"uri": str(tmp_path / "copy")}])
     make_dataset(str(tmp_path / "other"), make_verifier(tmp_path / "verifier", seed=3), make_sequences(4, 5))
