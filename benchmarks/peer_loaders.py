@@ -2,14 +2,15 @@
 
     $STATEHOUSE_PEERS_PYTHON benchmarks/peer_loaders.py FOLDER --peer speculators --sequences 8 --tokens 1024 --hidden 7168
 
-Writes random states in the peer's format into FOLDER if they are not there, reads them `--repetitions` times and prints
-one JSON line: {"gb_per_s": [...], "cpu_s_per_gb": [...], "samples_per_s": [...]}. GB are those of the states.
+Writes random states in the peer's format into FOLDER if they are not there and says `> ready`; then, for each line of
+stdin, reads them all and prints `> [wall seconds, CPU seconds]` (`benchmarks.rounds`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,25 +76,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--peer", choices=("specforge", "speculators"), required=True)
-    for name, default in (("sequences", 8), ("tokens", 1024), ("hidden", 7168), ("workers", 0), ("repetitions", 5)):
+    for name, default in (("sequences", 8), ("tokens", 1024), ("hidden", 7168), ("workers", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     if not args.folder.exists():
         write(args.folder, args.peer, args.sequences, args.tokens, args.hidden)
     items = loader(args.folder, args.peer, args.tokens, args.hidden, args.workers)
-    gigabytes = args.sequences * args.tokens * 4 * args.hidden * 2 / 1e9
-    found: dict[str, list[float]] = {"gb_per_s": [], "cpu_s_per_gb": [], "samples_per_s": []}
-    for repetition in range(args.repetitions + 1):
+    print("> ready", flush=True)
+    for _ in sys.stdin:
         began, cpu, touched = time.perf_counter(), time.process_time(), 0.0
         for states, final in items():
             # Every row is looked at, so that what is only mapped is really read.
             touched += float(states[..., ::2048].float().sum() + final[..., ::2048].float().sum())
-        wall = time.perf_counter() - began
-        if repetition:  # the first fills the page cache
-            found["gb_per_s"].append(gigabytes / wall)
-            found["cpu_s_per_gb"].append((time.process_time() - cpu) / gigabytes)
-            found["samples_per_s"].append(args.sequences / wall)
-    print(json.dumps(found))
+        print(f"> {json.dumps([time.perf_counter() - began, time.process_time() - cpu])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def timed(action: Callable[[], object]) -> tuple[float, float]:
 
 
 def shuffled(actions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[tuple[float, float]]]:
+    """Times each action `repetitions` times, as `in_turn` does."""
+    return in_turn({name: partial(timed, action) for name, action in actions.items()}, repetitions)
+
+
+def in_turn(
+    actions: dict[str, Callable[[], tuple[float, float]]], repetitions: int
+) -> dict[str, list[tuple[float, float]]]:
     """Each action `repetitions` times after one that does not count, in an order that is drawn anew each time."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
     for action in actions.values():
@@ -75,7 +83,7 @@ def shuffled(actions: dict[str, Callable[[], object]], repetitions: int) -> dict
         names = list(actions)
         random.Random(repetition).shuffle(names)
         for name in names:
-            found[name].append(timed(actions[name]))
+            found[name].append(actions[name]())
     return found
 
 

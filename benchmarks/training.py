@@ -29,9 +29,11 @@ from benchmarks.corpus import Corpus, fill_dataset, fill_files, plan_corpus, syn
 from benchmarks.proxy import proxy_process
 from benchmarks.readers import raw_gets, safetensors_one_get, torch_one_get
 from benchmarks.report import Report, arguments
+from benchmarks.rounds import ROOT, RoundFailed, Rounds, answer
 from benchmarks.seaweed import BUCKET, seaweedfs
 from benchmarks.small_training import make_small
-from benchmarks.storage import shuffled
+from benchmarks.storage import in_turn, shuffled, timed
+from drafter.batch import PackedBatch, Planes
 from drafter.loader import Loader
 from drafter.recipe import LoaderSection, TrainingSection
 from drafter.sampler import WINDOW, Epoch, Rows, mixing
@@ -41,7 +43,6 @@ from storage.mix import Mixture, Part
 from storage.objects import open_store
 from storage.reader import open_dataset
 
-ROOT = Path(__file__).resolve().parent.parent
 STEP_TOKENS, STEP_S, LINK = 8192, 1.0, 1e9
 THREADS = 8
 
@@ -50,40 +51,48 @@ class Settings:
     def __init__(self, quick: bool) -> None:
         self.quick = quick
         self.repetitions = 5 if quick else 7
-        self.sequences, self.per_repetition = (12, 5) if quick else (32, 12)
+        self.sequences, self.per_repetition = (8, 4) if quick else (32, 12)
         self.local_sequences, self.local_tokens = (6, 1024) if quick else (16, 2048)
+        self.peer_workers = (0,) if quick else (0, 2)
         self.steps = 5 if quick else 15
-        self.epochs = 2 if quick else 6
-        self.workers = (1, 2, 4) if quick else (1, 2, 4, 8)
+        self.trainings, self.epochs = (2, 2) if quick else (3, 6)
+        self.loaders: tuple[int, ...] = (1, 2, 4) if quick else (1, 2, 4, 8)
+        self.rounds = 3 if quick else 5
+        self.samplers = 3 if quick else 5
 
 
-def make_corpus(settings: Settings) -> Corpus:
+def make_corpus(settings: Settings, files: bool) -> Corpus:
+    """files: in the peers' formats, too."""
     lengths = np.clip(np.random.default_rng(0).lognormal(7.1, 0.6, settings.sequences), 200, 2400).astype(int)
     corpus, table = plan_corpus(f"s3://{BUCKET}/training", lengths, synthetic_states(2600))
     fill_dataset(corpus, table)
-    for kind in ("safetensors", "torch"):
+    for kind in ("safetensors", "torch") if files else ():
         fill_files(corpus, open_store(corpus.uri), kind)
     return corpus
 
 
-def make_loader(uri: str, batches: list[np.ndarray], section: LoaderSection | None = None) -> Loader:
-    dataset = open_dataset(uri)
+def make_loader(uri: str, batches: list[np.ndarray], buffers: BufferPool | None = None) -> Callable[[], Loader]:
+    """A loader of these micro-batches for each call, over one open dataset and memory that is used again, as within a run."""
+    dataset, section = open_dataset(uri), LoaderSection()
     mixture = Mixture([dataset], [Part(uri)])
-    return Loader(mixture, Items.of(mixture, TrainingSection()), batches, section)
+    items, memory = Items.of(mixture, TrainingSection()), buffers or BufferPool(section.ahead_bytes)
+    return lambda: Loader(mixture, items, batches, section, buffers=memory)
 
 
-def consume(uri: str, batches: list[np.ndarray]) -> Callable[[], object]:
-    """Reads these micro-batches from an open dataset, into memory that is used again, as within a run."""
-    dataset = open_dataset(uri)
-    mixture = Mixture([dataset], [Part(uri)])
-    items, section = Items.of(mixture, TrainingSection()), LoaderSection()
-    buffers = BufferPool(section.ahead_bytes)
+def consume(uri: str, batches: list[np.ndarray], buffers: BufferPool | None = None) -> Callable[[], object]:
+    """Reads these micro-batches and looks at every row, as `peer_loaders` does."""
+    made = make_loader(uri, batches, buffers)
 
-    def read() -> int:
-        with Loader(mixture, items, batches, section, buffers=buffers) as loader:
-            return sum(len(batch.token_ids_T) for batch in loader)
+    def read() -> float:
+        with made() as loader:
+            return sum(_look(batch) for batch in loader)
 
     return read
+
+
+def _look(batch: PackedBatch | Planes) -> float:
+    assert isinstance(batch, PackedBatch)
+    return sum(float(states[:, ::2048].float().sum()) for states in (batch.features_TF, batch.final_TD))
 
 
 def packed(rows: np.ndarray, size: int = 2) -> list[np.ndarray]:
@@ -114,70 +123,88 @@ def loader(report: Report, settings: Settings, corpus: Corpus) -> None:
 
 
 def local(report: Report, settings: Settings, folder: Path) -> None:
-    """From a warm page cache, beside the peers' own loaders on their own formats."""
+    """From a warm page cache, in turn with the peers' own loaders on their own formats."""
     lengths = np.full(settings.local_sequences, settings.local_tokens)
     corpus, table = plan_corpus(str(folder / "local"), lengths, synthetic_states(settings.local_tokens + 600))
     stored = fill_dataset(corpus, table)
     gigabytes = int(lengths.sum()) * corpus.plan.geometry.bytes_per_token / 1e9
     report.row("local: bytes stored / raw", "share", [stored / gigabytes / 1e9])
-    order = np.random.default_rng(5).permutation(len(lengths))
-    found = shuffled({"Statehouse": consume(corpus.dataset_uri, packed(order, 1))}, settings.repetitions)["Statehouse"]
-    ours = report.row("loader, page cache: Statehouse", "GB/s", [gigabytes / wall for wall, _ in found])
-    report.row("loader, page cache: Statehouse", "CPU s/GB", [cpu / gigabytes for _, cpu in found])
-    python, peers = os.environ.get("STATEHOUSE_PEERS_PYTHON"), []
-    for peer in ("specforge", "speculators"):
-        for workers in (0,) if settings.quick else (0, 2):
-            name = f"loader, page cache: {peer}, {workers} workers"
-            if not python:
-                report.absent(name, "not measured: STATEHOUSE_PEERS_PYTHON is not set")
-                continue
-            command = [
-                python, str(ROOT / "benchmarks/peer_loaders.py"), str(folder / peer), "--peer", peer, "--workers", str(workers),
-                "--sequences", str(len(lengths)), "--tokens", str(settings.local_tokens), "--repetitions", str(settings.repetitions),
-            ]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                report.absent(name, f"not measured: {done.stderr.strip().splitlines()[-1][:120]}")
-                continue
-            result = json.loads(done.stdout.splitlines()[-1])
-            peers.append(report.row(name, "GB/s", result["gb_per_s"]))
-            if not workers:
-                report.row(name, "CPU s/GB", result["cpu_s_per_gb"])
+    read = consume(corpus.dataset_uri, packed(np.random.default_rng(5).permutation(len(lengths)), 1))
+    python = os.environ.get("STATEHOUSE_PEERS_PYTHON")
     report.expect(bar := "local_loader_over_peers", 1.0, "higher", "GB/s from the page cache over the fastest of the peers' own loaders")  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        actions: dict[str, Callable[[], tuple[float, float]]] = {"Statehouse": lambda: timed(read)}
+        for workers in settings.peer_workers:
+            started = {}
+            for peer in ("specforge", "speculators"):
+                command = [
+                    python or "", str(ROOT / "benchmarks/peer_loaders.py"), str(folder / peer), "--peer", peer,
+                    "--workers", str(workers), "--sequences", str(len(lengths)), "--tokens", str(settings.local_tokens),
+                ]  # fmt: skip
+                name = f"{peer}, {workers} workers"
+                if python:
+                    started[name] = stack.enter_context(Rounds(command))
+                else:
+                    report.absent(f"loader, page cache: {name}", "not measured: STATEHOUSE_PEERS_PYTHON is not set")
+            for name, rounds in started.items():
+                try:
+                    rounds.ready()
+                    rounds()  # what fails, fails the first time
+                except RoundFailed as error:
+                    report.absent(f"loader, page cache: {name}", f"not measured: {error}")
+                else:
+                    actions[name] = rounds
+        found = in_turn(actions, settings.repetitions)
+    speed = {}
+    for name, values in found.items():
+        speed[name] = report.row(f"loader, page cache: {name}", "GB/s", [gigabytes / wall for wall, _ in values])
+        if not name.endswith("2 workers"):  # they do not count the CPU of their processes
+            report.row(f"loader, page cache: {name}", "CPU s/GB", [cpu / gigabytes for _, cpu in values])
+    peers = [rate for name, rate in speed.items() if name != "Statehouse"]
     if peers:
-        report.measured(bar, ours / max(peers))
+        report.measured(bar, speed["Statehouse"] / max(peers))
     else:
         report.unmeasured("STATEHOUSE_PEERS_PYTHON names no Python that has them", bar)
 
 
 def waiting(report: Report, settings: Settings, corpus: Corpus, endpoint: str) -> None:
     """A step of 1 s for 8,192 tokens at H = 7168, fed through a link of 1 GB/s."""
-    random, batches, size = np.random.default_rng(3), [], 0
-    while len(batches) < settings.steps + 2:
-        batch: list[int] = []
-        size = 0
-        for row in random.permutation(len(corpus.lengths)).tolist():
-            if size + int(corpus.lengths[row]) <= STEP_TOKENS:
-                batch.append(row)
-                size += int(corpus.lengths[row])
-        batches.append(np.array(batch))
+    random, batches = np.random.default_rng(3), []
+    for _ in range(settings.steps + 2):
+        order = random.permutation(len(corpus.lengths))
+        batches.append(order[np.cumsum(corpus.lengths[order]) <= STEP_TOKENS])
+    bytes_per_token = corpus.plan.geometry.bytes_per_token
+    several = batches[:4]
+    gigabytes = sum(int(corpus.lengths[part].sum()) for part in several) * bytes_per_token / 1e9
     with proxy_process(endpoint, bandwidth=LINK) as slow:
         os.environ["AWS_ENDPOINT_URL"] = slow
         try:
-            with make_loader(corpus.dataset_uri, batches) as made:
+            raw, buffers = raw_gets(corpus, THREADS), BufferPool(LoaderSection().ahead_bytes)
+            # What the link, the proxy and the machine give, whoever asks; and what the loader makes of it.
+            ceiling = {
+                "raw GETs": lambda: [raw(int(row)) for part in several for row in part],
+                "Statehouse": consume(corpus.dataset_uri, several, buffers),
+            }
+            for name, found in shuffled(ceiling, 3).items():
+                report.row(f"loader, 1 GB/s: {name}", "GB/s", [gigabytes / wall for wall, _ in found])
+            with make_loader(corpus.dataset_uri, batches, buffers)() as made:
                 for _ in range(2):  # a run's first batches cannot be read ahead
                     made.next()
                     time.sleep(STEP_S)
-                before, began, tokens = made.counts().waited_s, time.perf_counter(), 0
+                before, began, tokens, busy = made.counts(), time.perf_counter(), 0, cores_busy()
                 for _ in range(settings.steps):
                     taken = made.next()
                     assert taken is not None
                     tokens += len(taken.token_ids_T)
                     time.sleep(STEP_S * len(taken.token_ids_T) / STEP_TOKENS)
-                share = (made.counts().waited_s - before) / (time.perf_counter() - began)
+                wall = time.perf_counter() - began
+                spent, busy = made.counts().since(before), cores_busy() - busy
         finally:
             os.environ["AWS_ENDPOINT_URL"] = endpoint
-    report.row("steps of 1 s for 8,192 tokens, 1 GB/s: waiting", "share", [share], note=f"{tokens:,} tokens")
+    share = spent.waited_s / wall
+    wanted = STEP_TOKENS / STEP_S * bytes_per_token / 1e9
+    note = f"{tokens:,} tokens, {wanted:.2f} GB/s wanted, {busy / wall:.2f} of {os.cpu_count()} cores busy"
+    report.row("steps of 1 s for 8,192 tokens, 1 GB/s: waiting", "share", [share], note=note)
     report.bar("wait_share_simulated", share, 0.05, "lower", "share of the time waiting for data, 1 s for 8,192 tokens of H = 7168, 1 GB/s")  # fmt: skip
 
 
@@ -194,20 +221,27 @@ def real_training(report: Report, settings: Settings, folder: Path) -> None:
         "name": "small", "verifier": {"model": str(verifier)}, "prompts": [{"path": "none.jsonl"}],
         "dataset": {"uri": f"{root}/dataset"}, "training": {"draft_vocabulary": f"{root}/vocab"},
     }))  # fmt: skip
-    plain, by_ray, waits = [], [], []
-    for repetition in range(2 if settings.quick else 3):
-        run = f"{root}/dataset-runs/plain-{repetition}"
-        command = ["drafter.train", "--dataset", f"{root}/dataset", "--draft-vocab", f"{root}/vocab", "--verifier", str(verifier), "--run", run, *options]  # fmt: skip
-        _module(command)
-        plain.append(_seconds_an_update(run))
-        waits.append(json.loads(open_store(run).get("summary.json"))["wait_share"])
-        _module(["ray_jobs.train", str(recipe), *options, f"training.run=ray-{repetition}"])
-        by_ray.append(_seconds_an_update(f"{root}/dataset-runs/ray-{repetition}"))
-    report.row("update of a small drafter, plain", "s", plain)
-    report.row("update of a small drafter, Ray Train", "s", by_ray)
+    seconds: dict[str, list[float]] = {"plain": [], "ray": []}
+    typical: dict[str, list[float]] = {"plain": [], "ray": []}
+    waits = []
+    for repetition in range(settings.trainings):
+        for way in ("plain", "ray")[:: -1 if repetition % 2 else 1]:
+            run = f"{root}/dataset-runs/{way}-{repetition}"
+            if way == "plain":
+                _module(["drafter.train", "--dataset", f"{root}/dataset", "--draft-vocab", f"{root}/vocab", "--verifier", str(verifier), "--run", run, *options])  # fmt: skip
+                waits.append(json.loads(open_store(run).get("summary.json"))["wait_share"])
+            else:
+                _module(["ray_jobs.train", str(recipe), *options, f"training.run={way}-{repetition}"])
+            lines = [json.loads(line) for line in open_store(run).get("metrics.jsonl").decode().splitlines()]
+            updates = [line["seconds"] for line in lines[3:]]
+            seconds[way].append(statistics.mean(updates))
+            typical[way].append(statistics.median(updates))
+    for way, name in (("plain", "plain"), ("ray", "Ray Train")):
+        note = f"medians {', '.join(f'{one:.4f}' for one in typical[way])}"
+        report.row(f"update of a small drafter, {name}", "s", seconds[way], note=note)
     wait = report.row("a real training on CPU: waiting", "share", waits)
     report.bar("wait_share_real", wait, 0.02, "lower", f"share of a real training on CPU (H = {hidden}) spent waiting for data")  # fmt: skip
-    report.bar("ray_over_plain", min(plain) / min(by_ray), 0.97, "higher", "steps/s under TorchTrainer with one worker over the plain loop, best of each")  # fmt: skip
+    report.bar("ray_over_plain", min(seconds["plain"]) / min(seconds["ray"]), 0.97, "higher", "steps/s under TorchTrainer with one worker over the plain loop, best run of each")  # fmt: skip
 
 
 def _module(command: list[str]) -> None:
@@ -217,13 +251,7 @@ def _module(command: list[str]) -> None:
         raise SystemExit(f"error: {command[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
 
 
-def _seconds_an_update(run: str) -> float:
-    """Median over the run's updates, less the first ones."""
-    lines = [json.loads(line) for line in open_store(run).get("metrics.jsonl").decode().splitlines()]
-    return statistics.median(line["seconds"] for line in lines[3:])
-
-
-def sampler(report: Report) -> None:
+def sampler(report: Report, settings: Settings) -> None:
     code = """
 import json, time
 from pathlib import Path
@@ -240,7 +268,7 @@ status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text
 print(json.dumps([seconds, 1024 * int(status["VmHWM"].split()[0])]))
 """
     results = []
-    for _ in range(5):
+    for _ in range(settings.samplers):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
         results.append(json.loads(done.stdout.splitlines()[-1]))
     seconds = report.row("sampler: 1,000,000 sequences to the first batch", "s", [one[0] for one in results])
@@ -270,44 +298,47 @@ print(json.dumps([seconds, 1024 * int(status["VmHWM"].split()[0])]))
 
 def scaling(report: Report, settings: Settings, corpus: Corpus) -> None:
     """More and more loader processes against the one server."""
-    rates = {}
-    for workers in settings.workers:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.training",
-            "--worker",
-            corpus.dataset_uri,
-            str(4 if settings.quick else 8),
-        ]
-        processes = [
-            subprocess.Popen([*command, str(seed)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-            for seed in range(workers)
-        ]
-        for one in processes:
-            assert one.stdout is not None
-            one.stdout.readline()  # ready
-        began = time.perf_counter()
-        for one in processes:
-            assert one.stdin is not None
-            one.stdin.write("go\n")
-            one.stdin.flush()
-        total = sum(int(one.communicate()[0]) for one in processes)
-        rates[workers] = report.row(
-            f"{workers} loader processes", "GB/s", [total / 1e9 / (time.perf_counter() - began)]
-        )
-    best = max(rates.values())
-    report.bar("scaling_kept", rates[max(rates)] / best, 0.8, "higher", f"GB/s of {max(rates)} loader processes together over the best number of them: saturation, no collapse")  # fmt: skip
+    rates, most = {}, max(settings.loaders)
+    command = [
+        sys.executable, "-m", "benchmarks.training", "--worker", corpus.dataset_uri, str(settings.per_repetition)
+    ]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        loaders = [stack.enter_context(Rounds([*command, str(seed)])) for seed in range(most)]
+        for one in loaders:
+            one.ready()
+        for count in settings.loaders:
+            found, busy = [], []
+            for _ in range(settings.rounds):
+                began, cpu = time.perf_counter(), cores_busy()
+                for one in loaders[:count]:
+                    one.begin()
+                total = sum(one.found() for one in loaders[:count])
+                wall = time.perf_counter() - began
+                found.append(total / 1e9 / wall)
+                busy.append((cores_busy() - cpu) / wall)
+            note = f"{statistics.median(busy):.2f} of {os.cpu_count()} cores busy, the server's part included"
+            rates[count] = report.row(f"{count} loader processes", "GB/s", found, note=note)
+    report.bar("scaling_kept", rates[most] / max(rates.values()), 0.8, "higher", f"GB/s of {most} loader processes together over the best number of them: saturation, no collapse")  # fmt: skip
+
+
+def cores_busy() -> float:
+    """Seconds that the cores of this machine have worked so far, whoever they worked for."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _worker(uri: str, count: int, seed: int) -> None:
     dataset = open_dataset(uri)
     rows = np.random.default_rng(seed).permutation(len(dataset))[:count]
     read = consume(uri, packed(rows))
-    print("ready", flush=True)
-    sys.stdin.readline()
-    read()
-    print(int(dataset.sequences["length"].to_numpy()[rows].sum()) * dataset.plan.geometry.bytes_per_token)
+    size = int(dataset.sequences["length"].to_numpy()[rows].sum()) * dataset.plan.geometry.bytes_per_token
+    read()  # connections, indexes and memory are there
+
+    def again() -> int:
+        read()
+        return size
+
+    answer(again)
 
 
 PARTS = ("loader", "local", "waiting", "real_training", "sampler", "scaling")
@@ -326,19 +357,25 @@ def main() -> None:
     server = contextlib.nullcontext("") if alone else seaweedfs()
     with tempfile.TemporaryDirectory(prefix="statehouse-bench-") as temporary, server as endpoint:
         folder = Path(temporary)
-        corpus: Any = make_corpus(settings) if set(wanted) & {"loader", "waiting", "scaling"} else None
+        corpus: Any = (
+            make_corpus(settings, "loader" in wanted) if set(wanted) & {"loader", "waiting", "scaling"} else None
+        )
         steps: dict[str, Callable[[], None]] = {
             "loader": lambda: loader(report, settings, corpus),
             "waiting": lambda: waiting(report, settings, corpus, endpoint),
             "scaling": lambda: scaling(report, settings, corpus),
             "local": lambda: local(report, settings, folder),
             "real_training": lambda: real_training(report, settings, folder),
-            "sampler": lambda: sampler(report),
+            "sampler": lambda: sampler(report, settings),
         }
+        took = {"server and corpus": time.perf_counter() - began}
         for name, step in steps.items():
             if name in wanted:
+                part_began = time.perf_counter()
                 step()
-    report.row("this benchmark", "s", [time.perf_counter() - began])
+                took[name] = time.perf_counter() - part_began
+    parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in took.items())
+    report.row("this benchmark", "s", [time.perf_counter() - began], note=parts)
     report.show(args.json)
 
 
