@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +24,8 @@ from ray_jobs.conversations import Conversation, Message, Reject
 THINK, END_THINK = "<think>", "</think>"
 _SENTINEL = "Zq7statehouse7qZ"
 _PROBE_ARGUMENTS = '{"zq7key": 1}'
+# A think block, or the end of one that the prompt has begun, that a template writes where nothing was thought.
+_EMPTY_THINK = re.compile(rf"\s*(?:{THINK})?\s*{END_THINK}\s*")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class ChatTemplate:
         messages = self._messages(conversation)
         text = self._render(messages, conversation.tools, generation=True)
         self._check_shown(messages, conversation.tools, text)
+        self._check_calls_shown(messages, conversation.tools)
         return text
 
     def group_text(self, conversation: Conversation) -> str:
@@ -78,6 +82,7 @@ class ChatTemplate:
         history. Raises Reject.
         """
         messages = self._messages(conversation)
+        self._check_calls_shown(messages, conversation.tools)
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         left = [self._turn(messages, at, conversation.tools) for at in (turns[-1:] if last_turn else turns)]
         self._check_shown(messages, conversation.tools, left[-1].text)
@@ -156,8 +161,18 @@ class ChatTemplate:
                 raise Reject("not_shown", f"the chat template leaves messages[{at}] ({message['role']}) out")
         if tools:
             alike = [{"type": "function", "function": {"name": _SENTINEL}}]
-            if _SENTINEL not in self._render(messages[:1], alike, generation=False):
+            # With the first question: Llama 3.1 shows the tools there, and refuses them without one.
+            asked = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
+            if _SENTINEL not in self._render(messages[: asked + 1], alike, generation=False):
                 raise Reject("not_shown", "the chat template leaves the tools out")
+
+    def _check_calls_shown(self, messages: list[Message], tools: Any) -> None:
+        """Raises Reject when the template silently leaves out tool calls, or what the tools answered."""
+        for at, message in enumerate(messages):
+            if "tool_calls" in message and not self._shows(messages, at, tools, _with_other_calls(message)):
+                raise Reject("not_shown", f"the chat template leaves the tool calls of messages[{at}] out")
+            if message["role"] == "tool" and not self._shows(messages, at, tools, {**message, "content": _SENTINEL}):
+                raise Reject("not_shown", f"the chat template leaves messages[{at}] (tool) out")
 
     # ---- one turn ----------------------------------------------------------------------------------------------------
 
@@ -170,8 +185,9 @@ class ChatTemplate:
                 f"messages[{at}] reasons, but this prompt tells the verifier not to; set `thinking: true` for this source",
             )
         shown = reasoned is None or self._shows(messages, at, tools, reasoned)
-        if "tool_calls" in message and not self._shows(messages, at, tools, _with_other_calls(message)):
-            raise Reject("not_shown", f"the chat template leaves the tool calls of messages[{at}] out")
+        calls = json.dumps([call["function"] for call in message.get("tool_calls", [])], ensure_ascii=False)
+        if held := [token for token in self.end_tokens if token in calls]:
+            raise Reject("end_inside", f"a tool call holds {held[0]}, at which the verifier would have stopped")
         if self._has_tags(tools):
             if not shown:
                 raise Reject("reasoning_not_shown", f"the chat template leaves the reasoning of messages[{at}] out")
@@ -198,7 +214,9 @@ class ChatTemplate:
                     return len(prompt), len(prompt) + len(form)
         if not content.strip():
             if appended:
-                return len(prompt), len(prompt)
+                empty = _EMPTY_THINK.match(text, len(prompt))
+                start = empty.end() if empty else len(prompt)
+                return start, start
             raise Reject("no_exact_mask", "the chat template shows a tool call otherwise than it asks for one")
         before, after = self._around(messages, at, tools, "content")
         start, stop = len(before), len(text) - len(after)

@@ -19,6 +19,8 @@ from storage.errors import RecipeError
 Row = dict[str, Any]
 # Of a Hugging Face dataset, written by `save_to_disk`.
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+# More rows than any file has.
+_ALL = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -81,20 +83,38 @@ def _is_glob(path: str) -> bool:
 
 
 def input_files(recipe: Recipe) -> list[PromptFile]:
-    """The recipe's files, each once, in its order. Raises RecipeError for missing ones."""
+    """The recipe's files in its order, no row of one twice. Raises RecipeError for missing ones."""
     return files_of(recipe.prompts)
 
 
 def files_of(sources: Iterable[PromptSource]) -> list[PromptFile]:
-    """The same of any sources."""
-    files: dict[str, PromptFile] = {}
+    """The same of any sources. Two may name one file when they read other rows of it, or agree in everything."""
+    files: list[PromptFile] = []
     for entry in sources:
         for path in expand(entry.path):
             source = entry.source or PurePosixPath(path).name.split(".")[0]
             if entry.source is None and path.endswith(".arrow"):  # all are called data-00000-of-00001
                 source = PurePosixPath(path).parent.name if _is_glob(entry.path) else PurePosixPath(entry.path).name
-            files.setdefault(path, PromptFile(path, source, entry))
-    return list(files.values())
+            file = PromptFile(path, source, entry)
+            if not any(_is_again(file, other) for other in files if other.path == path):
+                files.append(file)
+    return files
+
+
+def _is_again(file: PromptFile, other: PromptFile) -> bool:
+    """Whether two entries that name one file mean the same. Raises RecipeError where it cannot be told which one holds."""
+    rows, others = (range(one.entry.skip, one.entry.skip + (one.entry.limit or _ALL)) for one in (file, other))
+    if rows.stop <= others.start or others.stop <= rows.start:
+        return False
+    same = file.entry.model_copy(update={"path": "", "source": None}) == other.entry.model_copy(
+        update={"path": "", "source": None}
+    )
+    if not same or file.source != other.source:
+        raise RecipeError(
+            f"prompts: {file.path}: two entries with other settings name the same rows of it; keep one of them, narrow a "
+            f"glob, or give each rows of its own by `skip` and `limit`"
+        )
+    return True
 
 
 def _portable(path: str) -> str:

@@ -49,6 +49,19 @@ TOOLS = (
     "{% else %}<|bot|>{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<|call|>{{ c['function']['name'] }}"
     "{{ c['function']['arguments'] | tojson }}{% endfor %}<|end|>\n{% endif %}{% endfor %}" + _TURN_OF_BOT
 )
+# Tools are shown with the first question, and refused without one: as Llama 3.1 does.
+TOOLS_WITH_QUESTION = (
+    "{% if tools and messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('no first user message') }}{% endif %}" + TOOLS
+)
+# Tools are called behind an empty think block, as a Qwen3 of this kind does.
+REASONING_TOOLS = LAST_REASONING.replace(
+    "{{ m['content'] }}<|end|>\n{% endif %}{% endfor %}{% if add",
+    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<|call|>{{ c['function']['name'] }}{% endfor %}<|end|>\n"
+    "{% endif %}{% endfor %}{% if add",
+)
+# Knows nothing of tools, and leaves their answers out.
+NO_TOOL_TURNS = PLAIN.replace("{% else %}", "{% elif m['role'] == 'assistant' %}")
 
 
 def with_template(folder: Path, template: str, marks: list[str], end: str) -> Any:

@@ -154,6 +154,20 @@ def test_tool_calls_are_the_assistants_words_and_tool_answers_are_not(make: Make
     assert tokenizer.decode(asked["token_ids"]).endswith("<|tool|>sunny<|end|>\n<|bot|>")
 
 
+def test_an_empty_think_block_before_a_tool_call_is_nobodys_words(make: Make) -> None:
+    tokenizer = make(templates.REASONING_TOOLS)
+    for text in ("", "Let me see."):
+        row = {"messages": [user("Rain?"), bot(text, tool_calls=[call("w", {})])]}
+        assert said(tokenizer, row) == [[f"{text}<|call|>w<|end|>"]]
+        assert said(tokenizer, row, thinking=False) == [[f"{text}<|call|>w<|end|>"]]
+
+
+def test_tools_that_are_shown_with_the_first_question_need_no_turn_of_their_own(make: Make) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, user("Rain?"), bot("No.")]
+    row = {"messages": talk, "tools": [{"type": "function", "function": {"name": "w", "parameters": {}}}]}
+    assert said(make(templates.TOOLS_WITH_QUESTION), row) == [["No.<|end|>"]]
+
+
 @pytest.mark.parametrize(
     ("template", "row", "code"),
     [
@@ -163,6 +177,14 @@ def test_tool_calls_are_the_assistants_words_and_tool_answers_are_not(make: Make
         ("PLAIN", {"messages": [user("q"), bot("a<|end|>b")]}, "end_inside"),
         ("TAGS", {"messages": [user("q"), bot("a<|end|>b")]}, "end_inside"),
         ("TOOLS", {"messages": [user("q"), bot("", tool_calls=[call("w", "{")])]}, "bad_tools"),
+        ("TOOLS", {"messages": [user("q"), bot("", tool_calls=[call("w", {"at": "a<|end|>b"})])]}, "end_inside"),
+        ("PLAIN", {"messages": [user("q"), bot("", tool_calls=[call("w", {})]), user("r")]}, "not_shown"),
+        ("NO_TOOL_TURNS", {"messages": [user("q"), bot("w()"), {"role": "tool", "content": "s"}]}, "not_shown"),
+        (
+            "NO_TOOL_TURNS",
+            {"messages": [user("q"), bot("w()"), {"role": "tool", "content": "s"}, bot("a")]},
+            "not_shown",
+        ),
         ("{{ messages[0]['content'] }}x", {"messages": [user("q"), bot("a")]}, "no_exact_mask"),
         ("{{ raise_exception('no') }}", {"messages": [user("q"), bot("a")]}, "template_refused"),
         ("{{ messages[-1]['content'] }}", {"messages": [user("q"), bot("a"), user("r")]}, "not_shown"),

@@ -282,6 +282,18 @@ def save_to_disk(folder: Path, tables: list[pa.Table]) -> None:
     (folder / "dataset_info.json").write_text("{}")
 
 
+def test_a_file_may_be_named_twice_for_other_rows_and_not_for_the_same(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": str(n)}) + "\n" for n in range(4)))
+    whole, first = PromptSource(path=path), PromptSource(path=path, limit=2, source="x")
+    rest = PromptSource(path=path, skip=2, source="y", thinking=True)
+    assert [(file.source, file.entry.skip) for file in files_of([first, rest])] == [("x", 0), ("y", 2)]
+    assert len(files_of([whole, whole, PromptSource(path=str(tmp_path / "*.jsonl"))])) == 1
+    for two in ([whole, first], [first, PromptSource(path=path, skip=1, source="x")]):
+        with pytest.raises(RecipeError, match="two entries with other settings name the same rows"):
+            files_of(two)
+
+
 def test_a_dataset_on_disk_is_read_like_files(tmp_path: Path, tokenizer: Any, limits: Limits) -> None:
     table = pa.Table.from_pylist(CONVERSATIONS)
     save_to_disk(tmp_path / "set" / "train", [table.slice(0, 4), table.slice(4)])
