@@ -22,8 +22,9 @@ from vocab.mapping import DraftVocab
 class Drafter(nn.Module):
     """fc, one decoder layer, norm and a head over the draft vocabulary; the embedding is the verifier's, frozen.
 
-    embedding_VD: the verifier's input embedding, copied. Raises DrafterError when it or the draft vocabulary does not
-    fit the config. Trained parameters are torch's usual random initialisation until somebody loads others.
+    embedding_VD: the verifier's input embedding, which is not copied: read from a file, it stays there. Raises
+    DrafterError when it or the draft vocabulary does not fit the config. Trained parameters are torch's usual random
+    initialisation until somebody loads others.
     """
 
     d2t: Tensor
@@ -44,7 +45,7 @@ class Drafter(nn.Module):
             )
         self.config = config
         self.draft_vocab = draft_vocab
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD.detach().clone(), freeze=True)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD.detach(), freeze=True)
         eps = config.rms_norm_eps
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.feature_size, eps=eps)

@@ -62,33 +62,32 @@ class Weights(ABC):
 
 
 class Replicated(Weights):
-    """Gradients lie in one flat fp32 buffer, of which every parameter's `.grad` is a view: accumulation needs no code, and
-    the workers' sum is one all_reduce. What is lost is the overlap of the sum with the backward pass.
+    """Every worker's own tensors, added up one by one. The first micro-batch's gradients become `.grad` as autograd made
+    them: nothing is zeroed, copied or kept in a buffer of its own.
     """
 
     def __init__(self, drafter: Drafter, team: Team) -> None:
         self.team = team
         self.trained = {name: one for name, one in drafter.named_parameters() if one.requires_grad}
-        self.grad_P = torch.zeros(sum(one.numel() for one in self.trained.values()), device=team.device)
-        start = 0
-        for one in self.trained.values():
-            one.grad = self.grad_P[start : start + one.numel()].view_as(one)
-            start += one.numel()
 
     def begin(self) -> None:
-        self.grad_P.zero_()
+        for one in self.trained.values():
+            one.grad = None
 
     def forward(self, compute: Callable[[], Loss]) -> Loss:
         return compute()
 
     def finish(self) -> None:
-        self.team.add(self.grad_P)
+        for one in self.trained.values():
+            if one.grad is None:  # no micro-batch here, but perhaps elsewhere
+                one.grad = torch.zeros_like(one)
+            self.team.add(one.grad)
 
-    def gradients(self) -> Iterable[Tensor]:
-        return (self.grad_P,)
+    def gradients(self) -> list[Tensor]:
+        return [one.grad for one in self.trained.values() if one.grad is not None]
 
     def norm(self) -> float:
-        return float(torch.linalg.vector_norm(self.grad_P))
+        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in self.gradients()])))
 
     def gather(self) -> None:
         pass
