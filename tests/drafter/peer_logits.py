@@ -89,5 +89,8 @@ def speculators(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     tensors = load_file(root / "batch.safetensors")
-    logits = {"specforge": specforge(root / "sglang", tensors), "speculators": speculators(root / "vllm", tensors)}
+    logits = {"speculators": speculators(root / "vllm", tensors)}
+    config = json.loads((root / "sglang" / "config.json").read_text())
+    if not (config.get("norm_before_fc") or config.get("norm_output")):  # which it lacks, or takes for something else
+        logits["specforge"] = specforge(root / "sglang", tensors)
     save_file({name: value.contiguous() for name, value in logits.items()}, root / "logits.safetensors")

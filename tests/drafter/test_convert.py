@@ -157,8 +157,19 @@ def test_the_command_converts_and_says_in_one_line_what_is_wrong(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PEERS, reason="STATEHOUSE_PEERS_PYTHON names no Python with SpecForge and speculators")
-@pytest.mark.parametrize("changed", [{}, {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 500000.0}])
-def test_the_peers_own_classes_give_the_same_logits(tmp_path: Path, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changed", "peers"),
+    [
+        ({}, 2),
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 500000.0}, 2),
+        ({"fc_norm": True}, 2),
+        ({"norm_before_fc": True, "norm_output": True}, 1),
+        ({"draft_vocab_size": 30, "fc_norm": True, "norm_output": True}, 1),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 8}}, 2),
+    ],
+)
+def test_the_peers_own_classes_give_the_same_logits(tmp_path: Path, changed: dict[str, Any], peers: int) -> None:
+    """peers: how many of them compute such a drafter; SpecForge has fc_norm alone of EAGLE-3.1."""
     drafter = small_drafter(head_dim=8, **changed)
     batch = small_batch(drafter, [18])
     export_sglang(drafter, tmp_path / "sglang")
@@ -171,9 +182,11 @@ def test_the_peers_own_classes_give_the_same_logits(tmp_path: Path, changed: dic
     done = subprocess.run([str(PEERS), str(script), str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = load_file(tmp_path / "logits.safetensors")
+    assert peers == 1 or set(theirs) == {"specforge", "speculators"}
     with torch.no_grad():
         steps = list(unroll(drafter, batch.token_ids, batch.features, [18], 4))
     for k, step in enumerate(steps):
         ours = drafter.logits(step.hidden_ND).detach()
-        torch.testing.assert_close(theirs["specforge"][k], ours, atol=1e-4, rtol=0)
+        if peers == 2:
+            torch.testing.assert_close(theirs["specforge"][k], ours, atol=1e-4, rtol=0)
         torch.testing.assert_close(theirs["speculators"][k][: 17 - k], ours[: 17 - k], atol=1e-4, rtol=0)
