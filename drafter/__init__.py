@@ -12,7 +12,8 @@ trainer.py          one update; team.py joins workers
 checkpoint.py       whole checkpoints, or none
 sources.py          what a run reads, checked
 session.py          a run from end to end; train.py is its command line
+recipe_file.py      a recipe as train.py reads it
 run.py              a run's folder
 acceptance.py       how many drafts would be accepted
-export.py           to SGLang's folder and back
+export.py           to SGLang's folder and back; speculators.py to vLLM's; layer_ids.py counts as they do
 """

@@ -1,5 +1,6 @@
 """Train a drafter in this process, without Ray: the same engine as `ray_jobs.train`, with one worker.
 
+    python -m drafter.train recipes/qwen3_8b.yaml training.lr=1e-4
     python -m drafter.train --dataset s3://states/qwen3 --draft-vocab s3://states/qwen3-vocab \\
         --verifier /models/Qwen3-8B --run s3://states/qwen3-runs/first training.lr=1e-4 drafter.ttt_steps=5
 """
@@ -13,7 +14,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from drafter.claim import claim, drafter_config
 from drafter.errors import DrafterError
 from drafter.progress import describe
 from drafter.recipe import DrafterSection, TrainingSection
+from drafter.recipe_file import RecipeFile, read_recipe, verifier_folder
 from drafter.session import train
 from drafter.sources import Request, open_sources, open_verifier_weights
 from drafter.team import Team
@@ -31,6 +33,7 @@ from storage.errors import StatehouseError
 
 _HELP = """\
 what it does:
+  A recipe names dataset, verifier, draft vocabulary and run as it does for the jobs; a flag goes before it.
   Reads the dataset straight from the store, trains on all sequences but the held-out ones, and puts into --run:
   checkpoints/, metrics.jsonl, drafter/ (config.json and model.safetensors as SGLang serves them) and, last, summary.json.
   Run it again after any interruption: it carries on from the newest checkpoint. A finished run is left as it is.
@@ -68,13 +71,13 @@ def parser() -> argparse.ArgumentParser:
         epilog=_HELP.format(settings=settings),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parsed.add_argument("--dataset", required=True, metavar="URI", help="a sealed dataset (ray_jobs.extract)")
-    parsed.add_argument("--draft-vocab", required=True, metavar="URI", help="a draft vocabulary (ray_jobs.coverage)")
-    parsed.add_argument("--verifier", required=True, metavar="FOLDER", help="the verifier that made the dataset")
-    parsed.add_argument("--run", required=True, metavar="URI", help="where the run goes: a folder or s3://...")
+    parsed.add_argument("--dataset", metavar="URI", help="a sealed dataset (ray_jobs.extract)")
+    parsed.add_argument("--draft-vocab", metavar="URI", help="a draft vocabulary (ray_jobs.coverage)")
+    parsed.add_argument("--verifier", metavar="FOLDER", help="the verifier that made the dataset")
+    parsed.add_argument("--run", metavar="URI", help="where the run goes: a folder or s3://...")
     parsed.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parsed.add_argument("--fresh", action="store_true", help="delete what is in --run and start over")
-    parsed.add_argument("settings", nargs="*", metavar="section.key=value", help="see below")
+    parsed.add_argument("settings", nargs="*", metavar="[RECIPE.yaml] section.key=value", help="see below")
     return parsed
 
 
@@ -90,9 +93,12 @@ def _listed(prefix: str, model: type[BaseModel]) -> list[str]:
     return lines
 
 
-def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """{section: its checked model} from `section.key=value`. Raises DrafterError naming the one that is wrong."""
-    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+def parse_settings(settings: Sequence[str], recipe: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """{section: its checked model} from `section.key=value`, over what a recipe has in the section.
+
+    Raises DrafterError naming the one that is wrong.
+    """
+    given: dict[str, dict[str, Any]] = {section: dict((recipe or {}).get(section, {})) for section in _SECTIONS}
     for setting in settings:
         match = re.fullmatch(r"(\w+)\.(\w+)((?:\.\w+)?)=(.*)", setting, re.DOTALL)
         if match is None or match[1] not in _SECTIONS or match[2] not in _SECTIONS[match[1]].model_fields:
@@ -101,7 +107,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             )
         section, key, inner, text = match.groups()
         if inner:  # drafter.config.head_dim=128
-            given[section].setdefault(key, {})[inner[1:]] = _value(text)
+            given[section][key] = dict(given[section].get(key) or {}) | {inner[1:]: _value(text)}
         else:
             given[section][key] = _value(text)
     try:
@@ -120,6 +126,20 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _places(args: argparse.Namespace, recipe: RecipeFile | None) -> dict[str, str]:
+    """Dataset, vocabulary, run and verifier of a Request: those of the flags, else the recipe's."""
+    dataset = args.dataset or (recipe and recipe.dataset)
+    found = {"dataset": dataset, "vocabulary": args.draft_vocab, "run": args.run, "verifier": args.verifier}
+    if recipe is not None and dataset:
+        found["vocabulary"] = args.draft_vocab or recipe.vocabulary(dataset)
+        found["run"] = args.run or recipe.run(dataset)
+        found["verifier"] = args.verifier or verifier_folder(recipe)
+    flags = {"vocabulary": "draft-vocab"}
+    if missing := [f"--{flags.get(name, name)}" for name, one in found.items() if not one]:
+        raise DrafterError(f"expected a recipe, or {', '.join(missing)}; see --help")
+    return {name: str(one) for name, one in found.items()}
 
 
 def _device(name: str) -> torch.device:
@@ -145,12 +165,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
-        sections = parse_settings(args.settings)
+        path = next((one for one in args.settings if one.endswith((".yaml", ".yml")) and "=" not in one), None)
+        recipe = None if path is None else read_recipe(path)
+        settings = [one for one in args.settings if one != path]
+        sections = parse_settings(settings, None if recipe is None else recipe.sections)
+        places = _places(args, recipe)
         request = Request(
-            dataset=args.dataset,
-            vocabulary=args.draft_vocab,
-            run=args.run,
-            verifier=args.verifier,
+            dataset=places["dataset"],
+            vocabulary=places["vocabulary"],
+            run=places["run"],
+            verifier=places["verifier"],
             drafter=sections["drafter"],
             training=sections["training"],
             held_out=sections["evaluation"].held_out,
@@ -163,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
         finished = claim(request, sources, fresh=args.fresh)
         if finished is not None:
-            logging.getLogger("statehouse").info("train finished already %s", describe(finished, args.run))
+            logging.getLogger("statehouse").info("train finished already %s", describe(finished, request.run))
             return 0
         summary = train(request, Team(device=device), lambda: bool(asked))
     except StatehouseError as error:

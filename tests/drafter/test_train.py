@@ -61,6 +61,43 @@ def test_finished_runs_are_left_alone_and_fresh_starts_over(tiny: Tiny, capfd: p
     assert "training.epochs: 1 -> 2" in errors[0]
 
 
+def test_a_recipe_says_what_flags_would(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(
+        f"name: small\nverifier: {{model: {tiny.verifier}}}\ndataset: {{uri: {tiny.root}/dataset, codec: lossless}}\n"
+        f"vocab: {{size: 32}}\ndrafter: {{ttt_steps: 2}}\nevaluation: {{held_out: 0.2, draft_lengths: [1, 2]}}\n"
+        f"training: {{dtype: float32, global_batch_tokens: 200, micro_batch_tokens: 80, draft_vocabulary: {tiny.root}/vocab}}\n"
+    )
+    assert main([str(recipe), "training.epochs=1"]) == 0
+    run = Run(f"{tiny.root}/dataset-runs/small")
+    assert run.summary() is not None
+    identity = run.identity()
+    assert (identity["drafter"]["ttt_steps"], identity["training"]["epochs"], identity["evaluation"]["held_out"]) == (
+        2,
+        1,
+        0.2,
+    )
+    capfd.readouterr()
+    for text, said in (
+        ("name: [", "expected a recipe in YAML"),
+        ("drafter: 3", "drafter: expected keys and values, found int"),
+        ("[1]", "expected keys and values, found list"),
+        ("training: {lrr: 1}", "training.lrr"),
+        (
+            f"dataset: {{uri: {tiny.root}/dataset}}\nverifier: {{model: 'bundled:x'}}",
+            "verifier.model: expected a folder",
+        ),
+        ("name: x", "expected a recipe, or --dataset, --draft-vocab, --run, --verifier"),
+    ):
+        recipe.write_text(text)
+        assert main([str(recipe)]) == 1, text
+        error = capfd.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+    assert main([str(tmp_path / "none.yaml")]) == 1
+    assert "cannot read the recipe" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
