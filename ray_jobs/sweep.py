@@ -61,6 +61,7 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
     """All combinations, checked as recipes. Raises RecipeError."""
     axes: dict[str, list[Any]] = {}
     fixed: list[str] = []
+    given: set[str] = set()
     same: dict[str, Any] = {}  # of all arms, and of their vocabularies
     for override in overrides:
         key, found, text = override.partition("=")
@@ -68,14 +69,17 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
             value = yaml.safe_load(text) if found else None
         except (yaml.YAMLError, ValueError, RecursionError):
             raise RecipeError(f"override {override!r}: the value is not YAML; quote it") from None
+        if key in given:
+            raise RecipeError(f"sweep: {key} is given twice; give it once, with all its values in one list")
+        given.add(key)
         if not isinstance(value, list):
             fixed.append(override)
             if _makes_vocabulary(key):
                 same[key] = value
             continue
-        if key.split(".")[0] not in _SECTIONS:
+        if key.split(".")[0] not in _SECTIONS or "." not in key:
             raise RecipeError(
-                f"sweep over {key}: expected a key of {', '.join(_SECTIONS)}, since all arms read one dataset; "
+                f"sweep over {key or override}: expected a key inside {', '.join(_SECTIONS)}, since all arms read one dataset; "
                 f"for another dataset start another sweep"
             )
         if len({str(one) for one in value}) != len(value) or not value:
@@ -107,7 +111,8 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
 
 def _makes_vocabulary(key: str) -> bool:
     """Whether a draft vocabulary is another one with another value of this key: it is chosen on what is not held out."""
-    return key.startswith("vocab.") or key in ("evaluation.held_out", "evaluation.seed")
+    section = key.split(".")[0]
+    return section == "vocab" or key in ("evaluation", "evaluation.held_out", "evaluation.seed")
 
 
 def _plain(value: Any) -> str:

@@ -69,6 +69,8 @@ def test_arms_are_all_combinations_each_a_run_with_a_vocabulary_of_its_own_where
         (["training.lr=[1e-3,-1]"], "training.lr"),
         (["vocab.size=[4096,8192"], "the value is not YAML; quote it"),
         (["vocab.size=[16,32]", "training.draft_vocabulary=a"], "leave one of them out"),
+        (["training.lr=[1e-3,2e-3]", "training.lr=5"], "training.lr is given twice"),
+        (["vocab=[{size: 16},{size: 32}]"], "expected a key inside vocab"),
     ],
 )
 def test_what_is_no_sweep_is_one_line(
