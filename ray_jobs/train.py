@@ -29,6 +29,7 @@ from ray_jobs.training_report import put_report
 from ray_jobs.verifier import read_config, resolve_verifier, text_config
 from storage.errors import RecipeError, StatehouseError
 from storage.objects import open_store
+from vocab.mapping import DraftVocab
 
 # Seconds between two looks at what the workers said.
 _POLL_S = 0.5
@@ -196,6 +197,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     request = Request(**fields)
     sources = open_sources(request)
     drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
+    _say_if_another_size(recipe, sources.vocabulary)
     fields["owner"] = request.owner
     fields["layer_ids"] = tuple(engine_layer_ids(sources.dataset.contract.capture_layers, model_type))
     if not fresh and (summary := finished(request, sources)) is not None:
@@ -209,6 +211,17 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     _train(recipe, fields)
     if (summary := finished(request, sources)) is not None:
         job.log.info("train report=%s", put_report(request.run))
+
+
+def _say_if_another_size(recipe: Recipe, vocabulary: DraftVocab) -> None:
+    """What is there is what counts; but someone may have changed the recipe since."""
+    if recipe.vocab.size is not None and recipe.training.draft_vocabulary is None:
+        wanted = min(recipe.vocab.size, vocabulary.vocab_size)
+        if vocabulary.size != wanted:
+            job.log.warning(
+                "draft vocabulary has %s tokens, vocab.size asks for %s: run ray_jobs.coverage again for another where=%s",
+                f"{vocabulary.size:,}", f"{wanted:,}", recipe.vocab_uri,
+            )  # fmt: skip
 
 
 def _train(recipe: Recipe, fields: dict[str, Any]) -> None:

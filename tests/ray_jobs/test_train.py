@@ -94,6 +94,7 @@ def test_two_workers_of_ray_train_end_where_one_process_does(
     run = Run(f"{tiny.root}/dataset-runs/two")
     finished = run_job("train", path)
     assert finished.code == 0, finished.err
+    assert "draft vocabulary has 32 tokens, vocab.size asks for" in finished.err
     summary = run.summary()
     assert summary is not None
     assert summary["workers"] == 2
