@@ -144,13 +144,14 @@ class EngineProcess:
         for ids, sampling in requests:
             number = next(self._numbers)
             future: Future[dict[str, Any]] = Future()
-            with self._state:
-                if self._dead is not None:
-                    raise ReplicaFailed(self._dead)
-                self._waiting[number] = future
             rid = f"{prefix}{number}"
             futures.append(future)
             rids.append(rid)
+            with self._state:
+                if self._dead is not None:  # raised below, when those that came before have been heard
+                    future.set_exception(ReplicaFailed(self._dead))
+                    break
+                self._waiting[number] = future
             self._send({"id": number, "rid": rid, "input_ids": ids, "sampling_params": sampling, "capture": capture})
         self._await(futures, rids, heard)
         replies = [future.result() for future in futures]
