@@ -22,7 +22,8 @@ from storage.torch_decode import join_planes
 @dataclass(frozen=True)
 class PackedBatch:
     """token_ids_T: [T] int64. loss_mask_T: [T] bool. features_TF: [T, F] bf16, the captured layers in ascending order.
-    final_TD: [T, D] bf16, the verifier's state after its last norm; None where top_k is what the verifier says.
+    final_TD: [T, D] bf16, the verifier's final state, on the side of its last norm that the contract says
+    (`VerifierHead.norm`); None where top_k is what the verifier says.
     lengths, rows: of each sequence; rows tell them apart over a run. argmax_T: [T] int64, the verifier's likeliest next
     token where the loss asks for it, if it is known. states_TLH: [T, L, D], what features and final states are views of,
     if they are.

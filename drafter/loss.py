@@ -63,7 +63,7 @@ def ttt_loss(
     """Loss of a packed batch: sum over steps k of decay^k times the summed loss of the rows, over the denominator.
 
     token_ids_T, features_TF, lengths: as for `drafter.ttt.unroll`. loss_mask_T: [T] bool. final_TD: [T, D] the
-    verifier's final hidden states, after its last norm; not read where there is a top_k.
+    verifier's final hidden states, as `head` reads them; not read where there is a top_k.
     denominator: positions of step 0, this batch's when left out; the whole step's when it is accumulated or
     distributed, and then losses are to be *added* over its parts.
     argmax_T: [T] int64, the verifier's likeliest token after each one, where the dataset stores it.

@@ -128,7 +128,7 @@ class _Whole:
     """The verifier's whole softmax at S positions, from their final states."""
 
     def __init__(self, final_SD: Tensor, head: VerifierHead) -> None:
-        self.logits_SV = (final_SD.to(head.weight_VD.dtype) @ head.weight_VD.T).float()
+        self.logits_SV = (head.read(final_SD) @ head.weight_VD.T).float()
         self.best_S = self.logits_SV.argmax(-1)
 
     def accepts(

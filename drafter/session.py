@@ -79,7 +79,8 @@ class Session:
         self._log("train begins %s", begin(drafter, request.drafter))
         if not self.config.own_embedding:  # frozen
             drafter.embed_tokens.to(dtype)
-        head = VerifierHead(self.weights.lm_head_VD.to(team.device, dtype), self.sources.vocabulary)
+        norm = self.weights.final_norm(self.sources.dataset.contract, request.dataset)
+        head = VerifierHead(self.weights.lm_head_VD.to(team.device, dtype), self.sources.vocabulary, norm)
         if self.settings.parallel == "shard" and team.world == 1 and not torch.distributed.is_initialized():
             raise DrafterError(
                 "training.parallel: shard shares weights out over several workers, and there is one: set it to replicate"

@@ -209,14 +209,14 @@ def _require_no_judge(training: TrainingSection, uri: str) -> None:
 def _require_teacher(mixture: Mixture) -> None:
     """Raises DrafterError unless every dataset says what the verifier would: by final states, or all by one top-k."""
     contract, kinds = mixture.contract, {dataset.plan.teacher: dataset.uri for dataset in mixture.datasets}
-    if contract.final_state == "post_norm":
+    if contract.final_state != "absent":
         return
     uri = mixture.datasets[0].uri
-    if contract.final_state != "absent" or not all(map(topk_of, kinds)):
+    if not all(map(topk_of, kinds)):
         raise DrafterError(
-            f"{uri}: final_state: expected post_norm, which the verifier's lm_head reads, or absent with a stored top-k, "
-            f"found {contract.final_state} with teacher {', '.join(sorted(kinds))}; extract the dataset again with "
-            f"extraction.layers=all, or with extraction.teacher=topk(k)"
+            f"{uri}: final_state: expected final states, or a stored top-k in their place, found none with teacher "
+            f"{', '.join(sorted(kinds))}; extract the dataset again with extraction.layers=all, or with "
+            f"extraction.teacher=topk(k)"
         )
     if len(kinds) > 1:
         said = ", ".join(f"{kind} of {where}" for kind, where in sorted(kinds.items()))

@@ -86,16 +86,16 @@ class Teacher(Protocol):
 
 
 class HeadTeacher:
-    """final_MD: final states after the verifier's last norm; head: the verifier's."""
+    """final_MD: the verifier's final states; head: the verifier's."""
 
     def __init__(self, final_MD: Tensor, head: VerifierHead) -> None:
-        self.final_MD, self.weight_WD = final_MD, head.draft_weight_WD
+        self.final_MD, self.weight_WD = head.read(final_MD), head.draft_weight_WD
 
     def shares(self, first: int, last: int, out_SW: Tensor) -> Tensor:
         weight_WD, out = self.weight_WD, out_SW
         if weight_WD.dtype != out.dtype:
             out = torch.empty_like(out_SW, dtype=weight_WD.dtype)
-        sums = exponentials(self.final_MD[first:last].to(weight_WD.dtype), weight_WD, out)
+        sums = exponentials(self.final_MD[first:last], weight_WD, out)
         if out is not out_SW:
             out_SW.copy_(out)
         return 1 / sums.sum

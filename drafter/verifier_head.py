@@ -1,12 +1,15 @@
-"""The verifier's lm_head, frozen: what the verifier says of the token after each final (post-norm) hidden state.
+"""The verifier's lm_head, frozen: what the verifier says of the token after each final hidden state.
 
 Shape suffixes as in drafter/model.py: N rows, D width of the verifier's states, V its vocabulary, W the draft one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from drafter.errors import DrafterError
 from vocab.mapping import DraftVocab
@@ -15,19 +18,29 @@ from vocab.mapping import DraftVocab
 _LOGITS_AT_ONCE = 1 << 24
 
 
+@dataclass(frozen=True)
+class FinalNorm:
+    """The verifier's last RMSNorm. weight_D: [D]."""
+
+    weight_D: Tensor
+    eps: float
+
+
 class VerifierHead:
     """weight_VD: the verifier's lm_head (its embedding where they are tied), kept as it is, in its dtype and on its
     device; logits are rounded to that dtype, as the verifier's server rounds them. The draft rows are a copy.
+    norm: the verifier's last one where final states are from before it, as the dataset's contract says; None after it.
 
     Raises DrafterError when the draft vocabulary is of another vocabulary.
     """
 
-    def __init__(self, weight_VD: Tensor, draft_vocab: DraftVocab) -> None:
+    def __init__(self, weight_VD: Tensor, draft_vocab: DraftVocab, norm: FinalNorm | None = None) -> None:
         if weight_VD.ndim != 2 or len(weight_VD) != draft_vocab.vocab_size:
             raise DrafterError(
                 f"lm_head: expected [{draft_vocab.vocab_size}, hidden_size], as the draft vocabulary says, "
                 f"found {list(weight_VD.shape)}"
             )
+        self.norm = norm
         self.weight_VD = weight_VD.detach()
         self.in_draft_V = torch.from_numpy(draft_vocab.t2d.copy()).to(weight_VD.device)
         self.draft_weight_WD = self.weight_VD
@@ -35,13 +48,20 @@ class VerifierHead:
             self.draft_weight_WD = self.weight_VD[torch.from_numpy(draft_vocab.target_ids).to(weight_VD.device)]
 
     @torch.no_grad()
+    def read(self, final_ND: Tensor) -> Tensor:
+        """Final states as the rows of lm_head read them: normed, in the weight's dtype."""
+        if self.norm is not None:
+            weight_D = self.norm.weight_D.to(final_ND.device, torch.float32)
+            final_ND = functional.rms_norm(final_ND.float(), weight_D.shape, weight_D, self.norm.eps)
+        return final_ND.to(self.weight_VD.dtype)
+
+    @torch.no_grad()
     def draft_logits(self, final_ND: Tensor) -> Tensor:
         """Logits of the draft vocabulary's tokens, [N, W] in the weight's dtype."""
-        return final_ND.to(self.draft_weight_WD.dtype) @ self.draft_weight_WD.T
+        return self.read(final_ND) @ self.draft_weight_WD.T
 
     @torch.no_grad()
     def argmax(self, final_ND: Tensor) -> Tensor:
         """The likeliest token of the whole vocabulary, [N] int64, a few rows at a time."""
         rows = max(1, _LOGITS_AT_ONCE // len(self.weight_VD))
-        chunks = final_ND.to(self.weight_VD.dtype).split(rows)
-        return torch.cat([(chunk @ self.weight_VD.T).argmax(dim=-1) for chunk in chunks])
+        return torch.cat([(self.read(chunk) @ self.weight_VD.T).argmax(dim=-1) for chunk in final_ND.split(rows)])

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafter.errors import DrafterError
+from drafter.verifier_head import FinalNorm
+from storage.contract import Contract
 
 # A wrapper of a language model (Kimi-K2.5) puts its own name before, or inside, those of the model it wraps.
 _PREFIXES = ("", "language_model.", "model.language_model.")
@@ -33,6 +35,22 @@ class VerifierWeights:
     norm_D: Tensor
     # config.json as it is (with its text_config, if it has one).
     config: dict[str, Any]
+
+    def final_norm(self, contract: Contract, where: str) -> FinalNorm | None:
+        """The norm that final states of this contract lack; None where they have it, or there are none.
+
+        Raises DrafterError for a verifier whose last norm is no plain RMSNorm.
+        """
+        if contract.final_state != "pre_norm":
+            return None
+        text = self.config.get("text_config") or self.config
+        kind = str(text.get("model_type"))
+        if "rms_norm_eps" not in text or kind.startswith("gemma"):
+            raise DrafterError(
+                f"{where}: final_state: expected post_norm for a verifier of type {kind}, which has no plain RMSNorm at its "
+                f"end, found pre_norm; extract the dataset again"
+            )
+        return FinalNorm(self.norm_D, float(text["rms_norm_eps"]))
 
 
 def read_verifier_weights(folder: str | os.PathLike[str]) -> VerifierWeights:

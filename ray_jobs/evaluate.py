@@ -91,7 +91,8 @@ def measure(recipe: Recipe, rows: Sequence[int], device: str = "cpu") -> list[Me
         SHIFTED: shifted_d2t(trained),
     }
     drafters = {name: drafter.eval().to(device) for name, drafter in drafters.items()}
-    head = VerifierHead(weights.lm_head_VD.float().to(device), trained.draft_vocab)
+    norm = weights.final_norm(dataset.contract, dataset.uri)
+    head = VerifierHead(weights.lm_head_VD.float().to(device), trained.draft_vocab, norm)
     steps, measured = max(recipe.evaluation.draft_lengths), []
     lengths = dataset.sequences["length"].to_numpy()
     for part in _batches(rows, lengths, _BATCH_TOKENS):

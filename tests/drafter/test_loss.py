@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dense import Batch, dense_unroll, small_batch, small_drafter, small_head
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from drafter.errors import DrafterError
 from drafter.loss import loss_rows, ttt_loss
+from drafter.metrics import Fair, fair_metrics
 from drafter.model import Drafter
-from drafter.verifier_head import VerifierHead
+from drafter.verifier_head import FinalNorm, VerifierHead
 from vocab.mapping import DraftVocab
 
 quick = settings(deadline=None, max_examples=40)
@@ -200,3 +203,25 @@ def test_a_batch_whose_parts_differ_in_length_is_refused(part: str, said: str) -
     with pytest.raises(DrafterError) as error:
         ttt_loss(drafter, small_head(drafter), *batch.parts(), steps=2)
     assert said in str(error.value)
+
+
+def test_final_states_from_before_the_norm_teach_what_those_after_it_do() -> None:
+    drafter = small_drafter()
+    batch, after = small_batch(drafter, [9, 8]), small_head(drafter)
+    weight = torch.rand(16) + 0.5
+    before = VerifierHead(after.weight_VD, drafter.draft_vocab, FinalNorm(weight, 1e-5))
+    given = (batch.token_ids, batch.loss_mask, batch.features)
+    normed = batch.final / (batch.final.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    pairs = zip(
+        (ttt_loss(drafter, after, *given, normed, batch.lengths, steps=3), fair(drafter, after, *given, normed, batch)),
+        (ttt_loss(drafter, before, *batch.parts(), steps=3), fair(drafter, before, *given, batch.final, batch)),
+        strict=True,
+    )
+    for expected, found in pairs:
+        for name in vars(expected):
+            torch.testing.assert_close(torch.as_tensor(getattr(found, name)), torch.as_tensor(getattr(expected, name)))
+
+
+def fair(drafter: Drafter, head: VerifierHead, *given: Any) -> Fair:
+    *parts, batch = given
+    return fair_metrics(drafter, head, *parts, batch.lengths, ["all"] * len(batch.lengths), 3)["all"]

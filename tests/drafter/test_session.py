@@ -42,6 +42,22 @@ def test_a_run_learns_from_a_stored_top_k_what_it_learns_from_final_states(tiny:
             assert summary["loss_after"] == pytest.approx(expected["loss_after"], rel=0.1)
 
 
+def test_a_run_norms_final_states_that_were_stored_before_the_norm(tiny: Tiny, tmp_path: Path) -> None:
+    make_dataset(str(tmp_path / "before"), tiny.verifier, final_state="pre_norm")
+    request = changed(tiny.request(epochs=8, lr=1e-2), dataset=str(tmp_path / "before"), run=str(tmp_path / "run"))
+    summary = whole_run(request)
+    assert summary is not None
+    assert summary["accuracy_after"][0] > 0.3  # a scale of its own for each token does not change the likeliest one
+    config = tiny.verifier / "config.json"
+    kept = config.read_text()
+    try:
+        config.write_text(kept.replace('"llama"', '"gemma2"'))
+        with pytest.raises(DrafterError, match="type gemma2, which has no plain RMSNorm at its end, found pre_norm"):
+            Session(request, Team())
+    finally:
+        config.write_text(kept)
+
+
 def test_a_sequence_whose_states_are_not_finite_is_named_or_skipped(
     tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,7 +74,11 @@ def test_the_recipes_own_dataset_can_be_weighed_by_a_relative_folder_too(
 
 def test_a_dataset_that_says_nothing_of_the_verifier_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     for name, fields, said in (
-        ("unnormed", {"final_state": "pre_norm"}, "expected post_norm.*found pre_norm with teacher none"),
+        (
+            "nothing",
+            {"final_state": "absent"},
+            "expected final states, or a stored top-k .*found none with teacher none",
+        ),
         ("fewer", {"top_k": 4}, None),
         ("more", {"top_k": 8}, None),
     ):

@@ -71,7 +71,8 @@ def make_dataset(
     **changed: Any,
 ) -> None:  # fmt: skip
     """A sealed dataset in several shards. changed: fields of the contract. top_k: so many of the verifier's likeliest
-    tokens instead of the final state. broken: a token whose states are not finite.
+    tokens instead of the final state. broken: a token whose states are not finite. With final_state pre_norm the final
+    states are the same ones before the verifier's norm, up to a scale of each token's.
     """
     table = sequence_table(make_sequences() if sequences is None else sequences)
     fields = {"weights_hash": weights_hash(verifier), **({"final_state": "absent"} if top_k else {}), **changed}
@@ -84,6 +85,9 @@ def make_dataset(
     # The final state of a token asks for its successor among the used ones.
     head = load_file(verifier / "model.safetensors")["lm_head.weight"].numpy()
     of_token[:USED, -1] = 6 * head[random.permutation(USED)]
+    if changed.get("final_state") == "pre_norm":
+        norm = load_file(verifier / "model.safetensors")["model.norm.weight"].numpy()
+        of_token[:, -1] *= random.uniform(0.5, 2, (VOCAB, 1)) / norm
     if broken is not None:
         of_token[broken] = np.nan
     states = of_token.astype(ml_dtypes.bfloat16).view(np.uint16)
