@@ -12,12 +12,13 @@ from xml.etree import ElementTree
 
 import pytest
 from jobs import Finished
-from tiny_run import ARGUMENTS, TinyRun, make_dataset, write_recipe
+from tiny_run import ARGUMENTS, InProcess, TinyRun, finish, make_dataset, write_recipe
 
 from drafter.errors import DrafterError
-from drafter.export import CONFIG, TENSORS
-from drafter.run import EVALUATION, EVALUATION_PLOT
-from ray_jobs import evaluate
+from drafter.export import CONFIG, TENSORS, load_sglang
+from drafter.run import EVALUATION, EVALUATION_PLOT, Run
+from drafter.verifier_weights import read_verifier_weights
+from ray_jobs import evaluate, extract, job
 from ray_jobs.evaluate import CEILING, DRAFTER, SHIFTED, UNTRAINED
 from ray_jobs.inputs import Inputs, open_verifier
 from ray_jobs.measuring import held_out_sequences
@@ -60,6 +61,29 @@ def test_a_good_drafter_is_above_its_controls_and_below_the_ceiling(
     assert found["provenance"]["packages"]["torch"]
     plot = ElementTree.fromstring(made.run.store.get(EVALUATION_PLOT))
     assert plot.tag.endswith("svg")
+
+
+def test_a_dataset_without_final_states_gives_the_same_tau_by_its_stored_top_k(
+    made: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = made.changed(f"dataset.uri={tmp_path / 'aux'}", "extraction.layers=aux", "extraction.teacher=topk(16)")
+    for part in ("inputs_uri", "vocab_uri"):
+        shutil.copytree(getattr(made.recipe.dataset, part), getattr(recipe.dataset, part))
+    monkeypatch.setattr(job, "start_ray", lambda: None)
+    extract.run(recipe, ARGUMENTS, InProcess(recipe))  # type: ignore[arg-type]
+    assert open_dataset(recipe.dataset.uri).contract.layers == 3
+    embedding = read_verifier_weights(made.verifier).embedding_VD
+    finish(recipe, made.verifier, load_sglang(made.run.fetch_drafter(tmp_path / "drafter"), embedding))
+    evaluate.run(recipe, ARGUMENTS)
+    found = json.loads(Run(recipe.run_uri).store.get(EVALUATION))["sources"]["all"]
+    expected = evaluated(made)["sources"]["all"]
+    assert found["own_argmax"] == pytest.approx(expected["own_argmax"], abs=0.02)  # of states in bf16 there
+    for name in (DRAFTER, UNTRAINED, SHIFTED):
+        ours, theirs = found["drafters"][name], expected["drafters"][name]
+        assert ours["tau"] == theirs["tau"]
+        assert ours["fair"]["positions"] == theirs["fair"]["positions"]
+        assert ours["fair"]["greedy"] == pytest.approx(theirs["fair"]["greedy"], abs=0.02)
+        assert ours["fair"]["overlap_T1"] == pytest.approx(theirs["fair"]["overlap_T1"], abs=0.05)
 
 
 def test_sources_add_up_and_given_answers_are_left_out(made: TinyRun) -> None:

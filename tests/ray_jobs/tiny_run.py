@@ -141,6 +141,12 @@ def make_run(path: Path, verifier: Path, monkeypatch: Any) -> TinyRun:
         counts += np.bincount(token_ids[mask], minlength=len(counts))
     vocabulary = DraftVocab.from_counts(counts, SIZE)
     vocabulary.save(recipe.dataset.vocab_uri)
+    finish(recipe, verifier, fit(recipe, verifier, vocabulary))
+    return TinyRun(path, recipe, verifier)
+
+
+def finish(recipe: Recipe, verifier: Path, drafter: Drafter) -> None:
+    """Puts the drafter where the recipe's run has its own."""
     request = Request(
         recipe.dataset.uri,
         recipe.dataset.vocab_uri,
@@ -153,8 +159,7 @@ def make_run(path: Path, verifier: Path, monkeypatch: Any) -> TinyRun:
     )
     run = Run(recipe.run_uri)
     run.claim(open_sources(request).identity(request), {})
-    run.put_drafter(fit(recipe, verifier, vocabulary))
-    return TinyRun(path, recipe, verifier)
+    run.put_drafter(drafter)
 
 
 def fit(recipe: Recipe, verifier: Path, vocabulary: DraftVocab, updates: int = 40) -> Drafter:
