@@ -47,8 +47,8 @@ class Subject:
 @pytest.fixture
 def subject(request: pytest.FixtureRequest) -> Subject:
     if given := os.environ.get("STATEHOUSE_SHOW_DATASET"):
-        settings = ("training.workers=1", "training.epochs=4", "training.checkpoint_every=10")
-        return Subject("recipes/smollm2.yaml", given, settings, 20, 0.8)
+        settings = ("training.workers=1", "training.epochs=2", "training.checkpoint_every=5")
+        return Subject("recipes/smollm2.yaml", given, settings, 10, 0.8)
     tiny_run: TinyRun = request.getfixturevalue("tiny_run")
     settings = (
         "training.epochs=200", "training.global_batch_tokens=400", "training.micro_batch_tokens=200",
