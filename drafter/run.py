@@ -62,7 +62,7 @@ class Run:
         if self.store.create(RUN, json.dumps(document, indent=1).encode() + b"\n"):
             return
         found = self.identity()
-        if differing := _differences(found, wanted):
+        if differing := _differences(found, wanted) or _another_order(found, wanted):
             raise DrafterError(
                 f"{self.uri}/{RUN}: this run is of something else: {'; '.join(differing)}; train beside it with "
                 f"training.run=<other name>, or start it over with --fresh"
@@ -204,6 +204,17 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: st
         elif old != new:
             said.append(f"{prefix}{name}: {_short(old)} -> {_short(new)}")
     return said
+
+
+def _another_order(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The same datasets in another order: sequences are numbered in it, so others would be left in the epoch."""
+    old, new = (list(identity.get("datasets") or {}) for identity in (found, wanted))
+    if old == new:
+        return []
+    return [
+        f"order of training.datasets: {', '.join(map(_short, old))} -> {', '.join(map(_short, new))} (name them as they "
+        f"were, to carry on)"
+    ]
 
 
 def _short(value: Any) -> str:

@@ -144,6 +144,7 @@ class Sources:
         """What makes a run what it is: with any of these different, the same checkpoint cannot be carried on."""
         return {
             "dataset": self.dataset.fingerprint,
+            # In the order in which their sequences are numbered, which `Run.claim` compares, too.
             "datasets": {
                 one.fingerprint: part.weight
                 for one, part in zip(self.mixture.datasets, self.mixture.parts, strict=True)

@@ -62,6 +62,19 @@ def test_a_run_on_a_mixture_trains_and_names_its_datasets(tiny: Tiny, second: st
         claim(other, open_sources(other))
 
 
+def test_a_run_is_not_carried_on_with_its_datasets_in_another_order(tiny: Tiny, second: str, tmp_path: Path) -> None:
+    third = str(tmp_path / "third")
+    make_dataset(third, tiny.verifier, make_sequences(count=6, seed=11))
+    one, other = (
+        with_training(tiny, "ordered", datasets=[{"uri": uri} for uri in uris])
+        for uris in ((second, third), (third, second))
+    )
+    claim(one, open_sources(one))
+    claim(one, open_sources(one))
+    with pytest.raises(DrafterError, match=r"order of training\.datasets: \w{12}\.\.\., .* -> "):
+        claim(other, open_sources(other))
+
+
 def test_the_recipes_own_dataset_can_be_weighed_by_a_relative_folder_too(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
