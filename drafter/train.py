@@ -30,6 +30,7 @@ from drafter.session import train
 from drafter.sources import Request, open_sources, open_verifier_weights
 from drafter.team import Team
 from storage.errors import StatehouseError
+from vocab.chosen import require_chosen_as
 
 _HELP = """\
 what it does:
@@ -184,6 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.device == "cpu":
             torch.set_num_threads(request.training.cpus_per_worker)
         device, sources = _device(args.device), open_sources(request)
+        if recipe is not None and not args.draft_vocab and request.training.draft_vocabulary is None:
+            require_chosen_as(
+                sources.vocabulary, recipe.vocab,
+                held_out=request.held_out, seed=request.split_seed, where=request.vocabulary,
+            )  # fmt: skip
         drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
         finished = claim(request, sources, fresh=args.fresh)
         if finished is not None:

@@ -35,11 +35,12 @@ from drafter.run import EVALUATION, RUN, SUMMARY
 from drafter.sources import Request, open_sources
 from ray_jobs.measuring import measured_as
 from ray_jobs.recipe import Recipe, load_recipe
-from ray_jobs.train import request_of
+from ray_jobs.train import request_of, require_vocabulary
 from storage.errors import RecipeError, StatehouseError
 from storage.objects import ObjectMissing, open_store
 from storage.runs import FoundRun, read_run
-from vocab.mapping import HEADER
+from vocab.chosen import differences
+from vocab.mapping import HEADER, TENSORS, DraftVocab
 
 log = logging.getLogger("statehouse")
 
@@ -49,12 +50,13 @@ _SECTIONS = ("vocab", "drafter", "training", "evaluation")
 
 @dataclass(frozen=True)
 class Arm:
-    """One combination. settings: {key: value} of the axes. overrides: of the recipe."""
+    """One combination. settings: {key: value} of the axes. overrides: of the recipe. own_vocabulary: made for the sweep."""
 
     name: str
     settings: dict[str, Any]
     overrides: list[str]
     recipe: Recipe
+    own_vocabulary: bool = False
 
 
 def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
@@ -103,7 +105,7 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
                 )
             own = "-".join(f"{key.removeprefix('vocab.')}-{_plain(value)}" for key, value in made_of.items())
             changed.append(f"training.draft_vocabulary={base.dataset.vocab_uri}/{own}")
-        arms.append(Arm(name, settings, changed, load_recipe(path, changed)))
+        arms.append(Arm(name, settings, changed, load_recipe(path, changed), bool(made_of)))
     if len({arm.name for arm in arms}) != len(arms):
         raise RecipeError("sweep: two arms would have one name; give values that differ in letters or digits")
     return arms
@@ -126,12 +128,27 @@ def steps_left(arm: Arm, evaluate: bool) -> list[str]:
     if run.exists(SUMMARY):
         require_own(arm)
     else:
-        if not open_store(arm.recipe.vocab_uri).exists(HEADER):
+        if not has_vocabulary(arm):
             left.append("coverage")
         left.append("train")
     if evaluate and (left or not is_evaluated(arm)):
         left.append("evaluate")
     return left
+
+
+def has_vocabulary(arm: Arm) -> bool:
+    """Whether the arm's draft vocabulary is there as its recipe makes it. Raises StatehouseError for a recipe's own that
+    is another one: other runs may be of it, so it is not made again unasked.
+    """
+    store = open_store(arm.recipe.vocab_uri)
+    if not store.exists(HEADER):
+        return False
+    vocabulary = DraftVocab.from_bytes({name: store.get(name) for name in (TENSORS, HEADER)}, store.uri)
+    if arm.own_vocabulary:
+        judged = arm.recipe.evaluation
+        return not differences(vocabulary, arm.recipe.vocab, held_out=judged.held_out, seed=judged.seed)
+    require_vocabulary(arm.recipe, vocabulary)
+    return True
 
 
 def is_evaluated(arm: Arm) -> bool:
@@ -151,6 +168,11 @@ def require_own(arm: Arm) -> None:
     del fields["model_type"]
     request = Request(**fields)
     finished(request, open_sources(request))
+    if not has_vocabulary(arm):
+        raise StatehouseError(
+            f"{request.vocabulary}: a draft vocabulary that was made with other settings, and {request.run} was trained "
+            f"with it; give the sweep another training.run"
+        )
 
 
 def of_others(arms: Sequence[Arm]) -> dict[str, str]:

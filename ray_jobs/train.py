@@ -29,6 +29,7 @@ from ray_jobs.training_report import put_report
 from ray_jobs.verifier import read_config, resolve_verifier, text_config
 from storage.errors import RecipeError, StatehouseError
 from storage.objects import open_store
+from vocab.chosen import require_chosen_as
 from vocab.mapping import DraftVocab
 
 # Seconds between two looks at what the workers said.
@@ -196,8 +197,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     model_type = fields.pop("model_type")
     request = Request(**fields)
     sources = open_sources(request)
+    require_vocabulary(recipe, sources.vocabulary)
     drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
-    _say_if_another_size(recipe, sources.vocabulary)
     fields["owner"] = request.owner
     fields["layer_ids"] = tuple(engine_layer_ids(sources.dataset.contract.capture_layers, model_type))
     if not fresh and (summary := finished(request, sources)) is not None:
@@ -213,15 +214,13 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
         job.log.info("train report=%s", put_report(request.run))
 
 
-def _say_if_another_size(recipe: Recipe, vocabulary: DraftVocab) -> None:
-    """What is there is what counts; but someone may have changed the recipe since."""
-    if recipe.vocab.size is not None and recipe.training.draft_vocabulary is None:
-        wanted = min(recipe.vocab.size, vocabulary.vocab_size)
-        if vocabulary.size != wanted:
-            job.log.warning(
-                "draft vocabulary has %s tokens, vocab.size asks for %s: run ray_jobs.coverage again for another where=%s",
-                f"{vocabulary.size:,}", f"{wanted:,}", recipe.vocab_uri,
-            )  # fmt: skip
+def require_vocabulary(recipe: Recipe, vocabulary: DraftVocab) -> None:
+    """Raises VocabError for a draft vocabulary that the recipe's settings would not make, unless it is named."""
+    if recipe.training.draft_vocabulary is None:
+        judged = recipe.evaluation
+        require_chosen_as(
+            vocabulary, recipe.vocab, held_out=judged.held_out, seed=judged.seed, where=open_store(recipe.vocab_uri).uri
+        )
 
 
 def _train(recipe: Recipe, fields: dict[str, Any]) -> None:

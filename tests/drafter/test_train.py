@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_training import Tiny
+from tiny_training import Tiny, make_vocabulary
 
 from drafter.run import Run
 from drafter.train import main, parse_settings
@@ -77,12 +77,19 @@ def test_a_recipe_says_what_flags_would(tiny: Tiny, tmp_path: Path, capfd: pytes
         1,
         0.2,
     )
+    # The one beside the dataset counts for the recipe only when it is the recipe's.
+    make_vocabulary(f"{tiny.root}/dataset-vocab")
+    text = recipe.read_text().replace(f", draft_vocabulary: {tiny.root}/vocab", "").replace("size: 32", "size: 16")
+    recipe.write_text(text)
     capfd.readouterr()
+    assert main([str(recipe), "training.run=other"]) == 1
+    assert "vocab.size: expected 16, found 32; run coverage again" in capfd.readouterr().err
     for text, said in (
         ("name: [", "expected a recipe in YAML"),
         ("drafter: 3", "drafter: expected keys and values, found int"),
         ("[1]", "expected keys and values, found list"),
         ("training: {lrr: 1}", "training.lrr"),
+        ("vocab: {size: no}", "vocab.size"),
         (
             f"dataset: {{uri: {tiny.root}/dataset}}\nverifier: {{model: 'bundled:x'}}",
             "verifier.model: expected a folder",

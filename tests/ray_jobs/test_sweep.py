@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,15 +13,19 @@ import pytest
 import torch
 from jobs import ROOT
 from test_train import with_vocabulary, write_recipe
-from tiny_training import Tiny, changed, make_tiny
+from tiny import VOCAB
+from tiny_training import DRAFTED, Tiny, changed, make_tiny
 
 from drafter.claim import claim
 from drafter.session import train
 from drafter.sources import open_sources
+from ray_jobs import train as train_job
 from ray_jobs.measuring import measured_as
+from ray_jobs.recipe import load_recipe
 from ray_jobs.sweep import compare, main, plan_arms, steps_left
-from storage.errors import RecipeError
+from storage.errors import RecipeError, StatehouseError
 from storage.objects import open_store
+from vocab.mapping import DraftVocab
 
 if TYPE_CHECKING:
     from tiny_run import TinyRun
@@ -125,6 +130,32 @@ def test_the_table_compares_what_is_there(tiny: Tiny, tmp_path: Path, capsys: py
         assert "this run is of something else: training.epochs" in said.err
         assert "unfinished" in said.out
     assert main([path, "training.lr=[3e-3]"]) == 0
+
+
+def test_a_draft_vocabulary_of_other_settings_is_refused_or_made_again_where_it_is_the_sweeps_own(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", run="other-size")
+    arguments = argparse.Namespace(fresh=False)
+    with pytest.raises(
+        StatehouseError, match=r"dataset-vocab: .*vocab.size: expected 16, found 32; run coverage again"
+    ):
+        train_job.run(load_recipe(path, ["vocab.size=16"]), arguments)
+    assert main([str(path), "training.lr=[1e-3]", "evaluation.seed=1", "--table"]) == 0  # its own, not there yet
+    other = tmp_path / "other.yaml"
+    other.write_text(path.read_text().replace(f"size: {DRAFTED}", "size: 16"))
+    with pytest.raises(StatehouseError, match="run coverage again"):
+        steps_left(plan_arms(str(other), ["training.lr=[1e-3]"])[0], evaluate=False)
+    # Made for the arms of a sweep, by a recipe that was changed since.
+    (arm,) = plan_arms(str(path), ["vocab.size=[16]"])
+    assert steps_left(arm, evaluate=False) == ["coverage", "train"]
+    for policy, left in (("frequency", ["train"]), ("balanced", ["coverage", "train"])):
+        made_with = {"vocab": {"policy": policy}, "evaluation": {"held_out": 0.2}}
+        vocabulary = DraftVocab.from_ids(range(16), VOCAB, provenance={"recipe": made_with})
+        for name, data in vocabulary.to_bytes().items():
+            open_store(arm.recipe.vocab_uri).put(name, data)
+        assert steps_left(arm, evaluate=False) == left
+    capsys.readouterr()
 
 
 @pytest.mark.slow

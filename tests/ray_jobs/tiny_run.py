@@ -74,6 +74,7 @@ def write_recipe(folder: Path, verifier: Path, rows: dict[str, list[dict[str, An
         "dataset": {"uri": str(folder / "dataset"), "max_length": 160, "shard_tokens": 2048},
         "extraction": {"replica": {"engine": "transformers", "dtype": "float32"}, "self_check": 0},
         "evaluation": {"held_out": 0.4, "draft_lengths": [1, 3]},
+        "vocab": {"size": SIZE},
         **sections,
     }
     path = folder / "recipe.yaml"
