@@ -1,21 +1,21 @@
 """exp(logits - their largest), formed in place of the logits: what a softmax is before it is divided by its sum.
 
-By hand, because torch's own softmax on a CPU takes 5.7 ns a number (bf16 or fp32), these four passes 1.3 together.
+By hand, because torch's own softmax on a CPU takes 5.7 ns a number (bf16 or fp32), four of its passes 1.3 together, and the
+compiled loop of drafter/kernels_numba.py 0.3.
 
-Shape suffixes: N rows, D hidden size, W vocabulary, B blocks of a row.
+Shape suffixes: N rows, D hidden size, W vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 # Rows of one matrix product. Fewer make it slow (64: half the rate of 512), more fall out of the cache.
 _ROWS_AT_ONCE = 512
-# Columns of a block when the largest of a row is sought: torch's argmax over a row takes ten times as long as its max.
-_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,26 @@ def exponentials(states_ND: Tensor, weight_WD: Tensor, out_NW: Tensor) -> Sums:
     parts = []
     for states, out in zip(states_ND.split(_ROWS_AT_ONCE), out_NW.split(_ROWS_AT_ONCE), strict=True):
         torch.mm(states, weight_WD.T, out=out)
-        largest, best = largest_of(out)
-        out.sub_(largest[:, None]).exp_()
-        parts.append((largest.float(), out.sum(-1, dtype=torch.float32), best))
+        parts.append(_in_place(out))
     largest, sums, best = (torch.cat(part) for part in zip(*parts, strict=True))
     return Sums(largest, sums, best)
 
 
-def largest_of(logits_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """(values [N], indices [N] int64) of each row's largest number, of the first one among equals."""
-    width = logits_NW.shape[1]
-    if width % _BLOCK or logits_NW.device.type != "cpu":
-        best = logits_NW.argmax(-1)
-        return logits_NW.gather(1, best[:, None])[:, 0], best
-    blocks = logits_NW.view(len(logits_NW), -1, _BLOCK)
-    largest_NB = blocks.amax(-1)
-    block = largest_NB.argmax(-1)
-    inside = blocks[torch.arange(len(blocks)), block].argmax(-1)
-    return largest_NB.gather(1, block[:, None])[:, 0], block * _BLOCK + inside
+def _in_place(out_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(largest, sum, place of the largest) of each row, whose exponentials take its place."""
+    if out_NW.device.type == "cpu" and out_NW.dtype in (torch.float32, torch.bfloat16):
+        from drafter.kernels_numba import exponentials as compiled
+
+        largest, sums = torch.empty(2, len(out_NW))
+        best = torch.empty(len(out_NW), dtype=torch.int64)
+        compiled(bits(out_NW), largest.numpy(), sums.numpy(), best.numpy())
+        return largest, sums, best
+    best = out_NW.argmax(-1)
+    largest = out_NW.gather(1, best[:, None])
+    out_NW.sub_(largest).exp_()
+    return largest[:, 0].float(), out_NW.sum(-1, dtype=torch.float32), best
+
+
+def bits(tensor: Tensor) -> np.ndarray:
+    """A contiguous CPU tensor as drafter/kernels_numba.py takes it: bf16 as uint16. Without a copy."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -71,7 +71,7 @@ class HeadLoss(torch.autograd.Function):
                 if len(buffer) < (count + slots) * width:
                     buffer = torch.empty((count + slots) * width, dtype=dtype, device=device)
                 exp_RW = buffer[: (count + slots) * width].view(-1, width)
-                states = hidden_ND[at].to(dtype)
+                states = hidden_ND.index_select(0, at).to(dtype)
                 scale_S = teacher.shares(first, last, exp_RW[count:])
                 sums = exponentials(states, weight_WD, exp_RW[:count])
                 draft_N[at] = sums.best_N
@@ -81,7 +81,7 @@ class HeadLoss(torch.autograd.Function):
                 )  # fmt: skip
                 loss_N[at] = found[0]
                 if grad_hidden_ND is not None:
-                    grad_hidden_ND[at] = found[1].to(hidden_ND.dtype)
+                    grad_hidden_ND.index_copy_(0, at, found[1].to(hidden_ND.dtype))
         ctx.grads = grad_hidden_ND, grad_weight_WD
         ctx.mark_non_differentiable(loss_N, draft_N)
         return (loss_N * share_N).sum(), loss_N, draft_N
@@ -106,7 +106,7 @@ def _by_mean_row(
     """
     count = len(states)
     mean_SD = (exp_RW[count:] @ weight_WD).float() * scale_S[:, None]
-    mean = mean_SD[slot]
+    mean = mean_SD.index_select(0, slot)
     loss = sums.log - (states.float() * mean).sum(-1)
     if kind == "kl":
         loss -= entropy(exp_RW[count:], scale_S)[slot]
@@ -116,8 +116,8 @@ def _by_mean_row(
         _add_product(grad_weight_WD, exp_RW, torch.cat([factor, taught_SD * -scale_S[:, None]]).to(states.dtype))
     if not wants_hidden:
         return loss, mean
-    drawn = (exp_RW[:count] @ weight_WD).float() / sums.sum[:, None]
-    return loss, (drawn - mean) * share[:, None]
+    drawn = (exp_RW[:count] @ weight_WD).float().div_(sums.sum[:, None])
+    return loss, drawn.sub_(mean).mul_(share[:, None])
 
 
 def _by_logits(

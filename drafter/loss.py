@@ -109,7 +109,7 @@ def ttt_loss(
         counted = wanted_KT[k][step.rows_N].nonzero().squeeze(1)
         slot_N = slot_T[step.rows_N[counted] + 1 + k]
         keep = (slot_N >= 0).nonzero().squeeze(1)
-        hidden.append(step.hidden_ND[counted[keep]])
+        hidden.append(step.hidden_ND.index_select(0, counted[keep]))
         slots.append(slot_N[keep])
         positions.append(len(counted))
     counts = [len(slot) for slot in slots]

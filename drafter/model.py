@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
+from drafter.norm_cpu import CompiledNorm
 from drafter.rope import frequencies
 from vocab.mapping import DraftVocab
 
@@ -143,6 +144,10 @@ class Projections(nn.Module):
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Under autocast x is bf16 and the weight fp32, for which torch has no fused norm: it is given fp32 then."""
+        plain = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if plain and self.weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.bfloat16):
+            normed: Tensor = CompiledNorm.apply(x, self.weight, self.eps)
+            return normed
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 

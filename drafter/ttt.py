@@ -66,10 +66,11 @@ def unroll(
             key_TGC, value_TGC = attention.key_value(inputs, position_T)
         if wanted_KT is not None:
             keep = wanted_KT[step][rows_N].nonzero().squeeze(1)
-            rows_N, hidden_ND = rows_N[keep], hidden_ND[keep]
-            later = [(key[keep], value[keep]) for key, value in later]
+            # index_select: there and back it takes a quarter of the time of `[keep]`.
+            rows_N, hidden_ND = rows_N[keep], hidden_ND.index_select(0, keep)
+            later = [(key.index_select(0, keep), value.index_select(0, keep)) for key, value in later]
             if step == 0:
-                inputs = inputs[keep]
+                inputs = inputs.index_select(0, keep)
         if step > 0:
             hidden_ND = drafter.fed_back(hidden_ND)
             inputs = layer.inputs(_embedding(drafter, token_ids_T, rows_N, end_T, 1 + step), hidden_ND)
