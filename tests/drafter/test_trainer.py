@@ -336,8 +336,6 @@ def test_what_does_not_belong_together_is_refused_in_one_line(tiny: Tiny, tmp_pa
     refused(DrafterError, "no loss tokens", dataset=str(tmp_path / "silent"))
     make_dataset(str(tmp_path / "finetuned"), tiny.verifier, weights_hash="x")
     refused(ContractMismatch, "weights_hash: expected x", dataset=str(tmp_path / "finetuned"))
-    make_dataset(str(tmp_path / "prenorm"), tiny.verifier, final_state="pre_norm")
-    refused(DrafterError, "final_state: expected post_norm", dataset=str(tmp_path / "prenorm"))
     refused(
         DrafterError,
         "training.micro_batch_tokens is 20",
