@@ -174,7 +174,7 @@ def waiting(report: Report, settings: Settings, corpus: Corpus, endpoint: str) -
         order = random.permutation(len(corpus.lengths))
         batches.append(order[np.cumsum(corpus.lengths[order]) <= STEP_TOKENS])
     bytes_per_token = corpus.plan.geometry.bytes_per_token
-    several = batches[:4]
+    several = batches[: 2 if settings.quick else 4]
     gigabytes = sum(int(corpus.lengths[part].sum()) for part in several) * bytes_per_token / 1e9
     with proxy_process(endpoint, bandwidth=LINK) as slow:
         os.environ["AWS_ENDPOINT_URL"] = slow
