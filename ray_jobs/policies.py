@@ -56,7 +56,7 @@ class Policies:
     max_attempts: int = 3
     # Seconds after which a call counts as hung.
     unit_timeout_s: float = 3600.0
-    # Seconds that a unit waits for a second replica to start, for its self-check; then it is done without.
+    # Seconds that a unit waits for a replica to start: for another than the one it failed on, or for its self-check.
     start_patience_s: float = 900.0
     # Quarantined sequences that are one too many; None: whatever cannot be done is an error at once.
     quarantine_limit: int | None = None
@@ -64,6 +64,9 @@ class Policies:
     # prompts; and as many more for each replica, since all may die at once.
     fruitless: int = 16
     fruitless_per_replica: int = 4
+    # How often one slot's replica is replaced with no call that succeeds on it, while others work, before it is given up: it
+    # is the machine then.
+    barren: int = 5
     restart: Restart = Restart()
     straggler: Straggler = Straggler()
 

@@ -4,11 +4,13 @@ Events go in (`ready`, `result`, `failure`, `death`, `drain`), and `step(now)` s
 clock, no actor and no thread, so every rule below is tested with a simulated clock and replicas that are lists.
 
 A slot is the place of one replica: STARTING until it answers, then READY; BACKOFF between a death and the next start;
-GIVEN_UP when it never came up. A replica that dies is replaced, and what it was at is handed out again. Which of two units
-killed it cannot be known, so both then run alone (`exclusive`), where a death does tell.
+GIVEN_UP when it never came up, or died again and again and did nothing else. A replica that dies is replaced, and what it
+was at is handed out again. Which of two units killed it cannot be known, so both then run alone (`exclusive`), where a death
+does tell: on another slot, for it may be the slot, and one that is not under suspicion itself. A slot is kept free for them.
 
 A unit that fails `max_attempts` times is bisected: probes prefill halves of its sequences, those that fail are halved
 again, and a single sequence that fails twice is poison. The unit then runs without it; it is quarantined with its reason.
+Where there is more than one slot, failures count only once there are some of two.
 Rows that come back without a finite number need no bisection: they are tried on another replica, and quarantined when they
 fail there, too. More quarantined sequences than the limit are an error: then it is the engine, not the prompts.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import statistics
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ray_jobs.policies import Action, Call, Divisible, Done, Kill, Outcome, Policies, Start, Step
@@ -72,9 +74,11 @@ class Scheduler:
             return
         self._forget(found)
         self._fruitless = 0
+        if not outcome.bad:
+            self.slots[slot].barren = 0
         if found.kind == "reference":
             root.reference, root.referee = outcome.value, (slot, generation)
-            self._add(root, "unit", avoid=slot)
+            self._add(root, "unit")
             self.waiting.move_to_end(self._numbers, last=False)  # next: until it ran, the states take up memory
         elif found.kind == "probe":
             self._probe_over(root)  # it lives; rows without a finite number show when the unit runs
@@ -160,11 +164,12 @@ class Scheduler:
 
     def _start_replicas(self) -> None:
         wanted = min(len(self.slots), len(self.tasks))
-        if wanted < len(self.slots) and any(
-            task.kind == "reference" or task.root.reference is not None for task in self.tasks.values()
-        ):
-            wanted += 1  # what is checked needs a second replica, even when it is all that is left
-        up = sum(slot.phase in (Phase.STARTING, Phase.READY, Phase.BACKOFF) for slot in self.slots)
+        # What failed or is checked needs a second replica, even when it is all that is left.
+        second = any(
+            task.kind == "reference" or task.failed or task.root.reference is not None for task in self.tasks.values()
+        )
+        wanted = min(len(self.slots), wanted + second)
+        up = sum(map(self._comes, self.slots))
         for slot in self.slots:
             if slot.phase is Phase.IDLE and up < wanted:
                 slot.phase, slot.generation, up = Phase.STARTING, slot.generation + 1, up + 1
@@ -172,16 +177,16 @@ class Scheduler:
                 self._actions.append(Start(slot.number, slot.generation))
 
     def _hand_out(self) -> None:
+        free = [slot for slot in self.slots if slot.phase is Phase.READY]
         for number in list(self.waiting):
-            if not any(s.phase is Phase.READY and len(s.running) < self.policies.in_flight for s in self.slots):
+            if not any(len(slot.running) < self.policies.in_flight for slot in free):
                 return
             task = self.tasks[number]
-            ready = [slot for slot in self.slots if self._has_room(slot, task)]
-            others = [slot for slot in ready if slot.number != task.avoid]
-            if not others and ready and self._may_wait_for_another(task):
-                continue
-            if found := (others or ready):
-                self._call(task, min(found, key=lambda slot: len(slot.running)))
+            best = self._best(task, free)
+            if room := [slot for slot in best if self._has_room(slot, task)]:
+                self._call(task, min(room, key=lambda slot: len(slot.running)))
+            elif task.exclusive and best:  # the next one that is empty; until then, it gets nothing else
+                free.remove(min(best, key=lambda slot: len(slot.running)))
 
     def _has_room(self, slot: Slot, task: Task) -> bool:
         if slot.phase is not Phase.READY or slot.number in task.running:
@@ -191,16 +196,25 @@ class Scheduler:
         alone = any(self.tasks[number].exclusive for number in slot.running if number in self.tasks)
         return len(slot.running) < self.policies.in_flight and not alone
 
-    def _may_wait_for_another(self, task: Task) -> bool:
-        """Whether a slot that the task does not avoid is up, and will have room; a self-check waits for one to start, too,
-        but not for ever: a lost node's replica may never be placed."""
-        checked = task.kind == "unit" and task.root.reference is not None
-        recent = self._now - self.policies.start_patience_s
+    def _best(self, task: Task, free: list[Slot]) -> list[Slot]:
+        """Of `free`, what the task may run on: of all slots that are up or will be, those that it has least against; and, when
+        it is suspected, such as are not, for where both are, a death tells nothing."""
+        if not task.exclusive and not task.against:
+            return free
+        able = [slot for slot in self.slots if self._comes(slot)]
+        least = min((task.against[slot.number] for slot in able), default=0)
+        best = [slot for slot in able if task.against[slot.number] == least]
+        best = [slot for slot in best if not (task.exclusive and slot.barren)] or best
+        return [slot for slot in best if slot in free and slot.number not in task.running]
 
-        def comes(slot: Slot) -> bool:
-            return slot.phase is Phase.READY or (checked and slot.phase is Phase.STARTING and slot.began > recent)
+    def _comes(self, slot: Slot) -> bool:
+        """Whether it is up or will be; it is not waited for for ever, since a lost node's replica may never be placed."""
+        late = self._now - slot.began > self.policies.start_patience_s
+        return slot.phase in (Phase.READY, Phase.BACKOFF) or (slot.phase is Phase.STARTING and not late)
 
-        return any(comes(slot) and slot.number != task.avoid for slot in self.slots)
+    def _enough(self, failed: Collection[int]) -> bool:
+        """Whether these slots, where something failed, say that it is not the slot: two do, and one where no other comes."""
+        return len(failed) > 1 or not any(self._comes(slot) and slot.number not in failed for slot in self.slots)
 
     def _call(self, task: Task, slot: Slot) -> None:
         self.waiting.pop(task.number, None)
@@ -230,12 +244,16 @@ class Scheduler:
     def _replace(self, slot: Slot, reason: str, blamed: tuple[int, ...]) -> None:
         """Ends a slot's replica; its tasks wait again, alone. blamed: those that may have been the cause."""
         running, slot.running = slot.running, {}
-        starting = slot.phase is Phase.STARTING
+        slot.failed_starts += slot.phase is Phase.STARTING
+        slot.barren += 1
+        delay = self.policies.restart.delay(slot.failed_starts)
+        healthy = any(one.phase is Phase.READY and not one.barren for one in self.slots)
+        hopeless = slot.barren >= self.policies.barren and healthy
+        if hopeless:
+            reason = f"given up, its replica was replaced {slot.barren} times and did nothing else: {reason}"
         self._actions.append(Kill(slot.number, slot.generation, reason))
         slot.generation += 1  # whatever the old one still says is ignored
-        slot.failed_starts += starting
-        delay = self.policies.restart.delay(slot.failed_starts)
-        if delay is None:
+        if delay is None or hopeless:
             slot.phase = Phase.GIVEN_UP
             if all(one.phase is Phase.GIVEN_UP for one in self.slots):
                 self._failed = f"no replica came up in {slot.failed_starts} tries, the last time with: {reason}"
@@ -254,7 +272,8 @@ class Scheduler:
             if task is None:
                 continue
             task.running.discard(slot.number)
-            task.attempts += number in blamed
+            if number in blamed:
+                task.failed[slot.number] += 1
             task.exclusive = True
             if not task.running:  # no second replica is at it
                 self.retries += 1
@@ -264,16 +283,16 @@ class Scheduler:
         root, most = task.root, self.policies.max_attempts
         if task.kind == "reference":  # the self-check is not worth a replica: the unit goes on without
             self._forget(task)
-            self._add(root, "unit", exclusive=True)
+            self._add(root, "unit", exclusive=True, failed=task.failed)
         elif task.kind == "probe" and len(task.rows) > 1:
             self._forget(task)
             self._split(root, task.rows)
             self._probe_over(root)
-        elif task.kind == "probe" and task.attempts >= 2:
+        elif task.kind == "probe" and task.attempts >= 2 and self._enough(task.failed):
             self._forget(task)
             self._poison(root, task.rows[0], reason)
             self._probe_over(root)
-        elif task.kind == "unit" and task.attempts >= most:
+        elif task.kind == "unit" and task.attempts >= most and self._enough(task.failed):
             self._isolate(task, reason)
         else:
             root.reference = None  # fetching it may be what failed, and the check is not worth the unit
@@ -291,15 +310,12 @@ class Scheduler:
             )
             return
         self._forget(task)
-        if len(rows) == 1:
-            self._poison(root, rows[0], reason)
-        else:
-            self._split(root, rows)
+        self._split(root, rows)
         self._probe_over(root, opened=True)
 
     def _split(self, root: Root, rows: tuple[int, ...]) -> None:
         middle = len(rows) // 2
-        for half in (rows[:middle], rows[middle:]):
+        for half in filter(None, (rows[:middle], rows[middle:])):
             root.probes += 1
             self._add(root, "probe", half, exclusive=True)
 
@@ -313,13 +329,13 @@ class Scheduler:
         replica could give; one that lacked more than those is not trusted any more. Where no row lacks each time, it is the
         engine, and the job ends."""
         root, again = task.root, by in task.root.bad
-        task.attempts += 1
+        task.failed[by[0]] += 1
         root.bad[by] = {**root.bad.get(by, {}), **outcome.bad}
-        everywhere = set.intersection(set(outcome.bad), *(set(rows) for rows in root.bad.values()))
-        last = task.attempts >= self.policies.max_attempts
-        if outcome.certain or (last and everywhere):
+        root.lacking = set(outcome.bad) if root.lacking is None else root.lacking & set(outcome.bad)
+        last = task.attempts >= self.policies.max_attempts and self._enough({number for number, _ in root.bad})
+        if outcome.certain or (last and root.lacking):
             self._forget(task)
-            reasons = dict(outcome.bad) if outcome.certain else {row: outcome.bad[row] for row in sorted(everywhere)}
+            reasons = dict(outcome.bad) if outcome.certain else {row: outcome.bad[row] for row in sorted(root.lacking)}
             self._distrust(root, set(reasons))
             for row, reason in reasons.items():
                 self._poison(root, row, reason)
@@ -332,7 +348,6 @@ class Scheduler:
                 f"one: {next(iter(outcome.bad.values()))}"
             )
         self.retries += 1
-        task.avoid = by[0]
         if not task.running:
             self._urgent(task)
         if again and self.slots[by[0]].generation == by[1]:
@@ -344,7 +359,7 @@ class Scheduler:
         for (number, life), rows in root.bad.items():
             if set(rows) - real and self.slots[number].generation == life:
                 self._replace(self.slots[number], "its states were not finite where another replica's were", ())
-        root.bad = {}
+        root.bad, root.lacking = {}, None
 
     def _poison(self, root: Root, row: int, reason: str) -> None:
         root.poison[row] = self.quarantined[root.index, row] = reason

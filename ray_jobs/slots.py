@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -17,10 +18,13 @@ class Phase(Enum):
 
 @dataclass
 class Slot:
+    """barren: how often its replica was replaced since a call last succeeded on it."""
+
     number: int
     phase: Phase = Phase.IDLE
     generation: int = 0
     failed_starts: int = 0
+    barren: int = 0
     until: float = 0.0
     began: float = 0.0  # of the start
     running: dict[int, float] = field(default_factory=dict)  # task -> when it was handed out
@@ -28,8 +32,9 @@ class Slot:
 
 @dataclass
 class Root:
-    """A unit on its way. probes: open ones. bad: {(slot, generation): rows without a finite number}. referee: the (slot,
-    generation) that computed the reference states; where there is one slot only, it does so by other means."""
+    """A unit on its way. probes: open ones. bad: {(slot, generation): rows without a finite number}. lacking: those of them
+    that came back without one each time. referee: the (slot, generation) that computed the reference states; where there is
+    one slot only, it does so by other means."""
 
     index: int
     unit: Any
@@ -37,6 +42,7 @@ class Root:
     poison: dict[int, str] = field(default_factory=dict)
     isolations: int = 0
     bad: dict[tuple[int, int], dict[int, str]] = field(default_factory=dict)
+    lacking: set[int] | None = None
     reference: Any = None
     referee: tuple[int, int] | None = None
     done: bool = False
@@ -44,11 +50,25 @@ class Root:
 
 @dataclass
 class Task:
+    """failed: how often on which slot. exclusive: it is suspected to have killed a replica, and runs alone."""
+
     number: int
     root: Root
     kind: Literal["unit", "probe", "reference"]
     rows: tuple[int, ...] = ()
-    attempts: int = 0
     exclusive: bool = False
-    avoid: int | None = None
+    failed: Counter[int] = field(default_factory=Counter)
     running: set[int] = field(default_factory=set)
+
+    @property
+    def attempts(self) -> int:
+        """Those that failed."""
+        return self.failed.total()
+
+    @property
+    def against(self) -> Counter[int]:
+        """How much is against a slot: that it failed there, and that the states for its self-check come from there."""
+        root = self.root
+        if self.kind != "unit" or root.reference is None or root.referee is None:
+            return self.failed
+        return self.failed + Counter([root.referee[0]])

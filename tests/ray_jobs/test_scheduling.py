@@ -72,6 +72,60 @@ def test_deaths_at_any_moment_lose_and_double_nothing(data: st.DataObject) -> No
     assert not world.scheduler.quarantined
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_replica_that_starts_and_then_fails_at_everything_costs_no_sequence_and_is_given_up(
+    data: st.DataObject,
+) -> None:
+    """Whatever it does instead of work, however long it takes to start again, and with prompts that are poison beside."""
+    slots, rows = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([1, 2, 16]))
+    what = data.draw(st.sampled_from(["fail", "crash", "hang", "nan"]))
+    start, seconds = data.draw(st.sampled_from([5.0, 60.0, 300.0])), data.draw(st.sampled_from([3.0, 30.0]))
+    poison = data.draw(st.sets(st.integers(0, 60 * rows - 1), max_size=2))
+    rng = random.Random(data.draw(st.integers(0, 9999)))
+
+    def says(call: Call, now: float) -> tuple[float, object]:
+        crashes = bool(poison & set(ids_of(call)))
+        if call.slot == 0 and not (what == "nan" and crashes):
+            lacks = Outcome("stored", dict.fromkeys(range(len(ids_of(call))), "NaN"))
+            return rng.uniform(1, 3), lacks if what == "nan" else what
+        return rng.uniform(0.7, 1.3) * seconds, "crash" if crashes else Outcome("stored")
+
+    policies = Policies(quarantine_limit=3, unit_timeout_s=100)
+    world = World(Scheduler(units_of(60, rows), slots, policies), says, start_s=start).run()
+    assert world.failed is None
+    assert world.done == Counter(range(60))
+    assert {count_row(world, key) for key in world.scheduler.quarantined} == poison
+    mine = [kill for kill in world.kills if kill.slot == 0]
+    assert len(mine) <= policies.barren + 5 * len(poison)  # while the others are under suspicion, none is given up
+    if not poison and len(mine) == policies.barren:
+        assert "given up, its replica was replaced 5 times" in mine[-1].reason
+
+
+def test_what_failed_on_the_only_replica_that_is_up_is_tried_on_a_second_one() -> None:
+    """The last unit needs one replica, and that one is broken."""
+    world = World(
+        Scheduler(units_of(1, 4), 2, Policies(quarantine_limit=4)),
+        lambda call, now: (1.0, "fail" if call.slot == 0 else Outcome("stored")),
+    ).run()
+    assert world.failed is None
+    assert world.done == Counter([0])
+    assert not world.scheduler.quarantined
+    assert len(world.kills) == 1
+
+
+def test_where_no_second_replica_comes_up_the_one_that_is_there_tells_what_is_poison() -> None:
+    world = World(
+        Scheduler(units_of(6, 4), 2, Policies(quarantine_limit=1)),
+        lambda call, now: (1.0, "crash" if 9 in ids_of(call) else Outcome("stored")),
+    )
+    world.start_of = {1: float("inf")}
+    world.run()
+    assert world.failed is None
+    assert world.done == Counter(range(6))
+    assert set(world.scheduler.quarantined) == {(2, 1)}
+
+
 def test_two_are_in_flight_on_each_replica_and_never_more() -> None:
     scheduler, most = Scheduler(units_of(20, 1), 3), 0
 
