@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -38,3 +40,20 @@ def test_errors_are_per_layer_and_drift_is_named() -> None:
     require_small(check, 1.0, "shard 3")
     with pytest.raises(StatehouseError, match=r"self-check of shard 3: state 1 .*self_check_limit is 0.01"):
         require_small(check, 0.01, "shard 3")
+
+
+def test_a_long_sequence_is_compared_in_little_memory_and_as_exactly() -> None:
+    random = np.random.default_rng(1)
+    one = random.normal(size=(1500, 3, 64))
+    two = one + random.normal(size=one.shape) * 0.05
+    mine, theirs = bits(one), bits(two)
+    tracemalloc.start()
+    check = compare({0: (mine, theirs)}, "another")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 * mine.size  # one copy in float64; it was four of them and more
+    a, b = (side.view(ml_dtypes.bfloat16).astype(np.float64) for side in (mine, theirs))
+    assert check.relative_l2 == pytest.approx(np.sqrt(((a - b) ** 2).sum((0, 2)) / (b**2).sum((0, 2))))
+    assert check.max_error == pytest.approx(np.abs(a - b).max((0, 2)))
+    cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    assert check.cosine == pytest.approx(cosine.min(0))
