@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from drafter.config import DrafterConfig
@@ -9,6 +10,7 @@ from drafter.errors import DrafterError
 from drafter.export import require_servable
 from drafter.run import RUN, Run
 from drafter.sources import Request, Sources
+from drafter.start import check_start
 from drafter.tracking import require_trackers
 from drafter.verifier_weights import VerifierWeights
 
@@ -36,6 +38,16 @@ def claim(request: Request, sources: Sources, *, fresh: bool = False) -> dict[st
     if (summary := run.summary()) is None:
         run.take_over(request.owner)
     return summary
+
+
+def require_start(request: Request, config: DrafterConfig, verifier: Mapping[str, Any], *, fresh: bool = False) -> None:
+    """Before a run is made: raises StatehouseError when it can never start from what drafter.start_from names.
+
+    A run that is there already is not asked again. verifier: its config.json.
+    """
+    start = request.drafter.start_from
+    if start is not None and (fresh or not Run(request.run).store.exists(RUN)):
+        check_start(start, config, verifier)
 
 
 def finished(request: Request, sources: Sources) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from drafter.checkpoint import Checkpoints
+from drafter.checkpoint import Checkpoints, read_whole
 from drafter.errors import DrafterError
 from drafter.export import CONFIG, TENSORS, export_sglang
 from drafter.model import Drafter
@@ -155,7 +155,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, TENSORS):
             try:
-                (folder / name).write_bytes(self.store.get(f"{_DRAFTER}/{name}"))
+                (folder / name).write_bytes(read_whole(self.store, f"{_DRAFTER}/{name}"))
             except ObjectMissing:
                 raise DrafterError(
                     f"{self.uri}/{_DRAFTER}/{name}: no such object: this run has no finished drafter; "

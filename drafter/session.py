@@ -76,7 +76,7 @@ class Session:
         self.config = drafter_config(request, self.sources, self.weights)
         dtype = getattr(torch, self.settings.dtype)
         drafter = self._new_drafter()
-        self._log("train begins %s", begin(drafter, request.drafter))
+        self._log("train begins %s", begin(drafter, request.drafter, self.weights.config))
         if not self.config.own_embedding:  # frozen
             drafter.embed_tokens.to(dtype)
         norm = self.weights.final_norm(self.sources.dataset.contract, request.dataset)

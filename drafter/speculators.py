@@ -21,6 +21,7 @@ from drafter.export import (
     by_server_names,
     converted,
     load_sglang,
+    read_config,
     read_json,
     read_tensors,
     sglang_tensors,
@@ -124,6 +125,18 @@ def load_any(
     _, found = read_json(folder)
     load = load_speculators if "speculators_model_type" in found else load_sglang
     return load(folder, embedding_VD, capture_layers=capture_layers, verifier=verifier)
+
+
+def read_any_config(
+    folder: str | os.PathLike[str],
+    capture_layers: Sequence[int] | None = None,
+    verifier: Mapping[str, Any] | None = None,
+) -> DrafterConfig:
+    """The checked config of the drafter in a folder of either kind; as `drafter.export.read_config`."""
+    path, found = read_json(folder)
+    if "speculators_model_type" in found:
+        return _read_config(str(path), found, capture_layers, verifier)
+    return read_config(folder, capture_layers, verifier)
 
 
 def _read_config(

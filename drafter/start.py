@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from drafter.checkpoint import read_whole
+from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
-from drafter.export import CONFIG, TENSORS
+from drafter.export import CONFIG, TENSORS, read_json
+from drafter.layer_ids import captured_layers
 from drafter.model import Drafter
 from drafter.recipe import DrafterSection
-from drafter.speculators import load_any
+from drafter.speculators import load_any, read_any_config
 from storage.errors import StatehouseError
 from storage.objects import open_store
 
@@ -24,6 +30,8 @@ _HEAD = "lm_head.weight"
 # Not the other drafter's: they follow from the new vocabulary; and so does the embedding, from the verifier, unless the
 # drafters are of another width.
 _OWN, _EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
+# In what the two may differ.
+_FREE = ("draft_vocab_size", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -46,11 +54,14 @@ class Started:
         )
 
 
-def begin(drafter: Drafter, section: DrafterSection) -> str:
-    """Starts the drafter from section.start_from, if there is one; says what became of it in one line."""
+def begin(drafter: Drafter, section: DrafterSection, verifier: Mapping[str, Any] | None = None) -> str:
+    """Starts the drafter from section.start_from, if there is one; says what became of it in one line.
+
+    verifier: its config.json (`load_start`).
+    """
     if section.start_from is None:
         return f"from=random lm_head={section.lm_head}"
-    other = load_start(section.start_from, drafter)
+    other = load_start(section.start_from, drafter, verifier)
     return f"from={section.start_from} {start_from(drafter, other, head=section.lm_head != 'frozen')}"
 
 
@@ -60,14 +71,7 @@ def start_from(drafter: Drafter, other: Drafter, *, head: bool = True) -> Starte
 
     Raises DrafterError that lists the fields in which the two differ, but for the size of the draft vocabulary.
     """
-    ours, theirs = drafter.config.model_dump(), other.config.model_dump()
-    free = ("draft_vocab_size", "max_position_embeddings")
-    differing = [name for name in ours if name not in free and ours[name] != theirs[name]]
-    if differing:
-        said = ", ".join(f"{name}: expected {ours[name]}, found {theirs[name]}" for name in differing)
-        raise DrafterError(
-            f"start_from: another drafter: {said}; give drafter.config those fields, or start from random"
-        )
+    _require_same(drafter.config, other.config)
     state, given = drafter.state_dict(), other.state_dict()
     own = _OWN if drafter.config.own_embedding else (*_OWN, _EMBEDDING)
     kept = tuple(name for name in state if name not in (*own, _HEAD))
@@ -86,19 +90,60 @@ def start_from(drafter: Drafter, other: Drafter, *, head: bool = True) -> Starte
     )
 
 
-def load_start(where: str, drafter: Drafter) -> Drafter:
+def _require_same(own: DrafterConfig, other: DrafterConfig) -> None:
+    ours, theirs = own.model_dump(mode="json"), other.model_dump(mode="json")
+    differing = [name for name in ours if name not in _FREE and ours[name] != theirs[name]]
+    if not differing:
+        return
+    said = ", ".join(f"{name}: expected {ours[name]}, found {theirs[name]}" for name in differing)
+    fix = "give drafter.config those fields"
+    if "capture_layers" in differing:
+        fix = f"extract a dataset with extraction.capture_layers={theirs['capture_layers']}"
+    raise DrafterError(f"start_from: another drafter: {said}; {fix}, or start from random")
+
+
+def load_start(where: str, drafter: Drafter, verifier: Mapping[str, Any] | None = None) -> Drafter:
     """The drafter to start from: a folder of either kind, or a URI with its config.json and model.safetensors.
 
-    Raises StatehouseError when there is none, or one that this package does not train.
+    verifier: its config.json, which tells the layers that the other drafter reads where its own config leaves that open
+    (`drafter.layer_ids`). Where nothing tells, they are taken to be this drafter's.
+    Raises StatehouseError when there is none, one that this package does not train, or one that differs (`start_from`).
     """
-    embedding, layers = drafter.embed_tokens.weight, drafter.config.capture_layers
+    with _at_hand(where, (CONFIG, TENSORS)) as folder:
+        other = _config(folder, drafter.config, verifier)
+        return load_any(folder, drafter.embed_tokens.weight, capture_layers=other.capture_layers, verifier=verifier)
+
+
+def check_start(where: str, config: DrafterConfig, verifier: Mapping[str, Any] | None = None) -> None:
+    """Raises StatehouseError, as `load_start` does, when no drafter of this config can start from there; reads no tensor."""
+    with _at_hand(where, (CONFIG,)) as folder:
+        _config(folder, config, verifier)
+    if not (any(Path(where).glob("*.safetensors")) if os.path.isdir(where) else open_store(where).exists(TENSORS)):
+        raise DrafterError(f"start_from: {where}: expected a drafter's folder, found no {TENSORS} in it")
+
+
+def _config(folder: str, own: DrafterConfig, verifier: Mapping[str, Any] | None) -> DrafterConfig:
+    """What the config.json in the folder says, once it is found to be a drafter like ours."""
+    named = captured_layers(read_json(folder)[1], verifier)
+    other = read_any_config(folder, named or own.capture_layers, verifier)
+    _require_same(own, other)
+    return other
+
+
+@contextmanager
+def _at_hand(where: str, names: Sequence[str]) -> Iterator[str]:
+    """A local folder with these files of `where`; in errors it is called by its own name."""
     if os.path.isdir(where):
-        return load_any(where, embedding, capture_layers=layers)
+        yield where
+        return
     with tempfile.TemporaryDirectory(prefix="statehouse-start-") as folder:
         try:
             store = open_store(where)
-            for name in (CONFIG, TENSORS):
-                Path(folder, name).write_bytes(store.get(name))
+            for name in names:
+                Path(folder, name).write_bytes(read_whole(store, name))
         except StatehouseError as error:
             raise DrafterError(f"start_from: {where}: expected a drafter's folder, found {error}") from None
-        return load_any(folder, embedding, capture_layers=layers)
+        try:
+            yield folder
+        except DrafterError as error:
+            raise DrafterError(str(error).replace(folder, where)) from None

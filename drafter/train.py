@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drafter.claim import claim, drafter_config
+from drafter.claim import claim, drafter_config, require_start
 from drafter.errors import DrafterError
 from drafter.progress import describe
 from drafter.recipe import DrafterSection, TrainingSection
@@ -190,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sources.vocabulary, recipe.vocab,
                 held_out=request.held_out, seed=request.split_seed, where=request.vocabulary,
             )  # fmt: skip
-        drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
+        weights = open_verifier_weights(request.verifier, sources.dataset)
+        require_start(request, drafter_config(request, sources, weights), weights.config, fresh=args.fresh)
         finished = claim(request, sources, fresh=args.fresh)
         if finished is not None:
             logging.getLogger("statehouse").info("train finished already %s", describe(finished, request.run))

@@ -188,7 +188,7 @@ def request_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def run(recipe: Recipe, args: argparse.Namespace) -> None:
-    from drafter.claim import claim, drafter_config, finished
+    from drafter.claim import claim, drafter_config, finished, require_start
     from drafter.progress import describe
     from drafter.sources import Request, open_sources, open_verifier_weights
 
@@ -198,7 +198,8 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     request = Request(**fields)
     sources = open_sources(request)
     require_vocabulary(recipe, sources.vocabulary)
-    drafter_config(request, sources, open_verifier_weights(request.verifier, sources.dataset))
+    weights = open_verifier_weights(request.verifier, sources.dataset)
+    require_start(request, drafter_config(request, sources, weights), weights.config, fresh=fresh)
     fields["owner"] = request.owner
     fields["layer_ids"] = tuple(engine_layer_ids(sources.dataset.contract.capture_layers, model_type))
     if not fresh and (summary := finished(request, sources)) is not None:
