@@ -8,6 +8,7 @@ from typing import Any
 from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
 from drafter.export import require_servable
+from drafter.layer_ids import family, sglang_ids
 from drafter.run import RUN, Run
 from drafter.sources import Request, Sources
 from drafter.start import check_start
@@ -87,4 +88,13 @@ def drafter_config(request: Request, sources: Sources, weights: VerifierWeights)
             f"{request.drafter.lm_head}: the verifier's rows are {config.target_hidden_size} wide"
         )
     require_servable(config)
+    layer_ids(request, config, weights)
     return config
+
+
+def layer_ids(request: Request, config: DrafterConfig, weights: VerifierWeights) -> tuple[int, ...]:
+    """SGLang's numbers for the captured layers: those of the request, else as the verifier's family counts.
+
+    Raises DrafterError for layers that have none.
+    """
+    return request.layer_ids or tuple(sglang_ids(config.capture_layers, family(weights.config)))

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from drafter.errors import DrafterError
-from drafter.export import export_sglang
-from drafter.layer_ids import family, sglang_ids
+from drafter.export import CONFIG, export_sglang, read_json
+from drafter.layer_ids import INPUT_ID_FAMILIES, alike, family, sglang_ids
 from drafter.model import Drafter
 from drafter.speculators import export_speculators, load_any
 from drafter.verifier_weights import read_verifier_weights
@@ -37,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parsed.add_argument("--verifier-name", metavar="NAME", help="what vLLM is to load (default: --verifier)")
     parsed.add_argument("--layers", help="captured layers, 0-based outputs, where FROM does not name them: 1,14,26")
-    parsed.add_argument("--layer-ids", help="SGLang's numbers for them (default: as --verifier's family has them)")
+    parsed.add_argument("--layer-ids", help="SGLang's numbers for them (default: as the verifier's family has them)")
     parsed.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights; FROM's by default")
     parsed.add_argument("--draft-length", type=int, default=3, help="what vLLM proposes a pass; default: %(default)s")
     return parsed
@@ -73,6 +75,31 @@ def numbers(text: str | None, option: str) -> tuple[int, ...] | None:
         ) from None
 
 
+def served_ids(folder: str, layers: Sequence[int], verifier: Mapping[str, Any] | None = None) -> tuple[int, ...] | None:
+    """SGLang's numbers for the layers that the drafter in `folder` reads; None for the layers' own.
+
+    They depend on the verifier's family: that of `verifier` (its config.json), or of the folder that a config of
+    speculators names, if it is on this machine. Raises DrafterError when nothing tells.
+    """
+    _, found = read_json(folder)
+    named = ((found.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    if verifier is None and named and Path(named, CONFIG).is_file():
+        verifier = read_json(named)[1]
+    if verifier is not None:
+        return tuple(sglang_ids(layers, family(verifier)))
+    if family(found) in INPUT_ID_FAMILIES:  # a copy of the verifier's config with a few changes
+        return tuple(sglang_ids(layers, family(found)))
+    own = (found.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if own and sorted(own) in (list(layers), [layer + 1 for layer in layers]):
+        return tuple(own)  # as it was served
+    if alike(layers):
+        return None
+    raise DrafterError(
+        f"--to sglang: expected --verifier or --layer-ids, found neither: SGLang's numbers for the layers {list(layers)} "
+        f"depend on the verifier's family"
+    )
+
+
 def convert(args: argparse.Namespace) -> str:
     weights = read_verifier_weights(args.verifier) if args.verifier else None
     embedding = None if weights is None else weights.embedding_VD
@@ -84,9 +111,7 @@ def convert(args: argparse.Namespace) -> str:
         return said
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.to == "sglang":
-        ids = numbers(args.layer_ids, "--layer-ids")
-        if ids is None and known is not None:
-            ids = tuple(sglang_ids(drafter.config.capture_layers, family(known)))
+        ids = numbers(args.layer_ids, "--layer-ids") or served_ids(args.folder, drafter.config.capture_layers, known)
         export_sglang(drafter, args.out, dtype=dtype, layer_ids=ids)
     else:
         name = args.verifier_name or args.verifier

@@ -13,8 +13,16 @@ from typing import Any
 
 from drafter.errors import DrafterError
 
-# Verifiers for which SGLang's ids name the layer that reads a state.
-INPUT_ID_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+# Classes of SGLang whose ids name the layer that reads a state, and the model_types of their config.json files.
+INPUT_ID_CLASSES = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2",),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
+    "DeepseekV32ForCausalLM": ("deepseek_v32",),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite",),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa",),
+    "MistralLarge3ForCausalLM": ("deepseek_v3",),  # SGLang makes it one, of Mistral's own params.json
+}
+INPUT_ID_FAMILIES = tuple(sorted({family for families in INPUT_ID_CLASSES.values() for family in families}))
 _NAME = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -54,6 +62,11 @@ def sglang_ids(layers: Sequence[int], model_type: str) -> list[int]:
 def family(verifier: Mapping[str, Any]) -> str:
     """model_type of a verifier's language model. verifier: its config.json."""
     return str((verifier.get("text_config") or verifier).get("model_type"))
+
+
+def alike(layers: Sequence[int]) -> bool:
+    """Whether SGLang's ids of these layers are the layers themselves, whatever the verifier's family."""
+    return list(layers)[:1] == [1]
 
 
 def of_sglang(ids: Sequence[int], model_type: str) -> tuple[int, ...]:

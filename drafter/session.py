@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from drafter.cache import cached_opener
 from drafter.checkpoint import Snapshot, Writer
-from drafter.claim import drafter_config
+from drafter.claim import drafter_config, layer_ids
 from drafter.errors import DrafterError
 from drafter.initial import new_drafter, parameter_counts
 from drafter.journal import Journal
@@ -273,7 +273,9 @@ class Session:
                 if name in weights:
                     one.copy_(weights[name])
         run.require_own(self.request.owner, self.run_id)
-        run.put_drafter(drafter, self.request.layer_ids, getattr(torch, self.settings.dtype))
+        run.put_drafter(
+            drafter, layer_ids(self.request, self.config, self.weights), getattr(torch, self.settings.dtype)
+        )
         run.require_own(self.request.owner, self.run_id)  # a drafter takes a while to store
         run.put_summary(summary)
 

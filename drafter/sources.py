@@ -30,8 +30,8 @@ from vocab.split import held_out_mask
 class Request:
     """What is asked for. dataset, vocabulary, run: URIs. verifier: a folder on this machine.
 
-    held_out, split_seed: share of prompt groups that are never trained on. layer_ids: the server's numbers for the
-    captured layers, where they are not those of the decoder outputs (`drafter.export.export_sglang`). owner: names the
+    held_out, split_seed: share of prompt groups that are never trained on. layer_ids: SGLang's numbers for the
+    captured layers; as the verifier's family counts them where left out (`drafter.layer_ids`). owner: names the
     driver that asks, to all its workers (`drafter.run.Run.take_over`).
     """
 

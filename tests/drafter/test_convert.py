@@ -155,6 +155,35 @@ def test_the_command_converts_and_says_in_one_line_what_is_wrong(
     assert "--layers: expected numbers" in capsys.readouterr().err
 
 
+def test_for_sglang_layers_are_numbered_as_the_verifiers_family_has_them_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ids() -> list[int]:
+        found = json.loads((tmp_path / "out" / CONFIG).read_text())
+        return list(found["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+
+    kimi = tmp_path / "kimi"
+    kimi.mkdir()
+    (kimi / CONFIG).write_text(json.dumps({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}}))
+    drafter = small_drafter(capture_layers=(2, 30, 57))
+    export_speculators(drafter, tmp_path / "vllm", verifier="moonshotai/Kimi-K2.5")
+    command = [str(tmp_path / "vllm"), str(tmp_path / "out")]
+    assert main(command) == 1
+    assert "expected --verifier or --layer-ids, found neither" in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main([*command, "--layer-ids", "58,31,3"]) == 0
+    assert ids() == [58, 31, 3]
+    export_speculators(drafter, tmp_path / "vllm", verifier=str(kimi))  # a folder that is at hand
+    assert main(command) == 0
+    assert ids() == [58, 31, 3]
+    again = [str(tmp_path / "out"), str(tmp_path / "out"), "--layers", "2,30,57"]  # as it was served
+    tensors = load_file(tmp_path / "out" / TENSORS) | {"embed_tokens.weight": drafter.embed_tokens.weight.detach()}
+    save_file(tensors, tmp_path / "out" / TENSORS)
+    assert main(again) == 0, capsys.readouterr().err
+    assert ids() == [58, 31, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not PEERS, reason="STATEHOUSE_PEERS_PYTHON names no Python with SpecForge and speculators")
 @pytest.mark.parametrize(

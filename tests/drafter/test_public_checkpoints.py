@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from drafter.config import DrafterConfig
 from drafter.convert import main
 from drafter.export import CONFIG, load_sglang, read_config, sglang_tensors
-from drafter.layer_ids import captured_layers, of_sglang, sglang_ids
+from drafter.layer_ids import captured_layers
 from drafter.model import Drafter
 from drafter.speculators import load_any, load_speculators
 from drafter.start import load_start, start_from
@@ -154,10 +154,7 @@ def test_tensors_have_the_published_sizes(tmp_path: Path, config: dict[str, Any]
     assert found.kv_bytes_per_token == 32768
 
 
-def test_servers_layer_ids_come_back_as_the_layers_they_were_made_of() -> None:
-    for family in ("llama", "deepseek_v3", "kimi_k2"):
-        for layers in ((1, 29, 57), (0, 29, 57), (2, 30, 58), (0, 1), (3,)):
-            assert of_sglang(sglang_ids(layers, family), family) == layers
+def test_layers_are_told_by_whichever_servers_ids_a_config_has() -> None:
     assert captured_layers({"eagle_aux_hidden_state_layer_ids": [2, 30, 58]}) == (1, 29, 57)  # vLLM's
     assert captured_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 29, 57]}}) == (1, 29, 57)
     assert captured_layers({}) == ()

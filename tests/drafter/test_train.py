@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_training import Tiny, make_vocabulary
+from tiny_training import Tiny, make_dataset, make_verifier, make_vocabulary
 
+from drafter.layer_ids import sglang_ids
 from drafter.run import Run
 from drafter.train import main, parse_settings
 
@@ -103,6 +105,18 @@ def test_a_recipe_says_what_flags_would(tiny: Tiny, tmp_path: Path, capfd: pytes
         assert error.count("\n") == 1
     assert main([str(tmp_path / "none.yaml")]) == 1
     assert "cannot read the recipe" in capfd.readouterr().err
+
+
+def test_the_drafter_names_its_layers_as_sglang_counts_those_of_the_verifiers_family(tmp_path: Path) -> None:
+    verifier = make_verifier(tmp_path / "verifier")
+    config = json.loads((verifier / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (verifier / "config.json").write_text(json.dumps(config))
+    make_dataset(f"{tmp_path}/dataset", verifier)
+    make_vocabulary(f"{tmp_path}/vocab")
+    assert main(arguments(Tiny(str(tmp_path), verifier), "run", "training.epochs=1")) == 0
+    served = json.loads((tmp_path / "run/drafter/config.json").read_text())
+    layers = served["statehouse"]["capture_layers"]
+    assert served["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == sglang_ids(layers, "kimi_k2") != layers
 
 
 @pytest.mark.parametrize(
