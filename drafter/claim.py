@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drafter.config import DrafterConfig
+from drafter.config import DrafterConfig, follow
 from drafter.errors import DrafterError
 from drafter.export import require_servable
 from drafter.layer_ids import family, sglang_ids
@@ -66,12 +66,7 @@ def finished(request: Request, sources: Sources) -> dict[str, Any] | None:
 def drafter_config(request: Request, sources: Sources, weights: VerifierWeights) -> DrafterConfig:
     """The drafter that is asked for. Raises DrafterError when there can be none such, or none that SGLang serves."""
     layers, changed = sources.dataset.contract.capture_layers, request.drafter.config
-    try:
-        config = DrafterConfig.from_verifier(weights.config, sources.vocabulary.size, layers, **changed)
-    except (TypeError, ZeroDivisionError) as error:
-        raise DrafterError(
-            f"drafter.config: expected fields of a drafter that differ from the verifier's, found {changed}: {error}"
-        ) from None
+    config = follow(weights.config, sources.vocabulary.size, layers, changed)
     contract = sources.dataset.contract
     for name, found, expected, whose in (
         ("target_hidden_size", config.target_hidden_size, contract.hidden_size, "the states of the dataset"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -20,6 +21,12 @@ from drafter.rope import checked_scaling
 
 # Fields of a verifier's config that a drafter copies; without any of them there is nothing to follow.
 _COPIED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+
+# Fields that no recipe sets in drafter.config, and where they come from.
+_GIVEN = {
+    "draft_vocab_size": "the draft vocabulary's own size counts; set vocab.size",
+    "capture_layers": "the dataset's count; leave it out",
+}
 
 
 class DrafterConfig(BaseModel):
@@ -119,9 +126,8 @@ class DrafterConfig(BaseModel):
         changed: fields that differ from the verifier's, such as rope_scaling=None, head_dim=128.
         Raises DrafterError for a config without the fields of a decoder, or with values that no drafter can have.
         """
-        inner = config.get("text_config")
-        text = inner if isinstance(inner, Mapping) else config
-        if missing := [name for name in _COPIED if name not in text and name not in changed]:
+        text = _decoder_of(config)
+        if missing := missing_fields(config, changed):
             raise DrafterError(
                 f"verifier config: expected a decoder's config.json, found none of {', '.join(missing)} in it; "
                 f"name them in the recipe's drafter section"
@@ -145,6 +151,44 @@ class DrafterConfig(BaseModel):
         fields.setdefault("num_key_value_heads", text.get("num_key_value_heads") or heads)
         fields.setdefault("head_dim", text.get("head_dim") or fields["hidden_size"] // heads)
         return checked_config(fields, "verifier config")
+
+
+def _decoder_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def missing_fields(config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+    """Fields without which no drafter follows from this config.json."""
+    text = _decoder_of(config)
+    return [name for name in _COPIED if name not in text and name not in changed]
+
+
+def follow(
+    config: Mapping[str, Any], draft_vocab_size: int, capture_layers: Sequence[int], changed: Mapping[str, Any]
+) -> DrafterConfig:
+    """`DrafterConfig.from_verifier` with what a recipe changes in `drafter.config`. Raises DrafterError naming the key."""
+    known, checked = DrafterConfig.model_fields, dict[str, Any]()
+    for name, value in changed.items():
+        where = f"drafter.config.{name}"
+        if name in _GIVEN:
+            raise DrafterError(f"{where}: expected nothing, found {value}: {_GIVEN[name]}")
+        if name not in known:
+            raise DrafterError(
+                f"{where}: expected one of {', '.join(sorted(set(known) - set(_GIVEN)))}; correct the name"
+            )
+        try:
+            # As this field alone, so that arithmetic with it cannot fail.
+            alone: TypeAdapter[Any] = TypeAdapter(Annotated[known[name].annotation, known[name]])  # type: ignore[arg-type]
+            checked[name] = alone.validate_python(value)
+        except ValidationError as error:
+            raise DrafterError(f"{where}: {error.errors()[0]['msg']}, found {value!r}") from None
+    try:
+        return DrafterConfig.from_verifier(config, draft_vocab_size, capture_layers, **checked)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, DrafterError):
+            raise
+        raise DrafterError(f"verifier config: expected the numbers of a decoder, found {error}") from None
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:

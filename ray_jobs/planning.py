@@ -43,11 +43,12 @@ def verifier_shape(recipe: Recipe) -> VerifierShape:
 @dataclass(frozen=True)
 class Lengths:
     """tokens: [sequences] int64. basis: where they come from. ids: of the sequences that are known, None of the others (those
-    that are yet to be answered)."""
+    that are yet to be answered). sources: of all of them, None where nobody knows yet."""
 
     tokens: np.ndarray
     basis: str
     ids: list[str | None]
+    sources: list[str] | None = None
 
 
 def sequence_lengths(recipe: Recipe) -> Lengths:
@@ -69,6 +70,7 @@ def sequence_lengths(recipe: Recipe) -> Lengths:
     responses = inputs.read_responses(sampling_hashes(recipe, verifier, prompts))
     lengths: dict[str, int] = {}
     ids: dict[str, str | None] = {}
+    sources: dict[str, str] = {}
     waiting = 0
     for prompt in prompt_rows(prompts):
         key, length = prompt["id"], len(prompt["token_ids"])
@@ -79,14 +81,17 @@ def sequence_lengths(recipe: Recipe) -> Lengths:
             lengths[key], ids[key] = length + recipe.generation.max_new_tokens, None
         elif len(responses[key].token_ids):  # neither empty nor given up
             lengths[key], ids[key] = length + len(responses[key].token_ids), answered(prompt, responses[key]).id
+        sources[key] = prompt["source"]
     basis = f"{len(prompts):,} prepared prompts" + (f", {waiting:,} responses at their longest" if waiting else "")
-    return _lengths(recipe, lengths, basis, ids)
+    return _lengths(recipe, lengths, basis, ids, sources)
 
 
-def _lengths(recipe: Recipe, tokens: dict[str, int], basis: str, ids: dict[str, str | None]) -> Lengths:
-    return Lengths(
-        np.minimum(np.array(list(tokens.values()), np.int64), recipe.dataset.max_length), basis, list(ids.values())
-    )
+def _lengths(
+    recipe: Recipe, tokens: dict[str, int], basis: str, ids: dict[str, str | None], sources: dict[str, str]
+) -> Lengths:
+    """The dicts: by the id of the prompt."""
+    cut = np.minimum(np.array(list(tokens.values()), np.int64), recipe.dataset.max_length)
+    return Lengths(cut, basis, list(ids.values()), [sources[key] for key in tokens])
 
 
 def _tokenised_now(recipe: Recipe, verifier: Verifier) -> Lengths:
@@ -95,6 +100,7 @@ def _tokenised_now(recipe: Recipe, verifier: Verifier) -> Lengths:
     limits = Limits(verifier.facts["vocab_size"], recipe.dataset.max_length, end_ids(verifier.folder, tokenizer))
     lengths: dict[str, int] = {}
     ids: dict[str, str | None] = {}
+    sources: dict[str, str] = {}
     rejects = 0
     for file in input_files(recipe):
         for row in prepare_file(file, tokenizer, limits):
@@ -104,10 +110,11 @@ def _tokenised_now(recipe: Recipe, verifier: Verifier) -> Lengths:
                 open_ = row["kind"] == "generate"
                 lengths[row["id"]] = len(row["token_ids"]) + (recipe.generation.max_new_tokens if open_ else 0)
                 ids[row["id"]] = None if open_ else row["id"]
+                sources[row["id"]] = row["source"]
     if not lengths:
         raise RecipeError(f"prompts: no row of {len(input_files(recipe))} files can be used ({rejects} are refused)")
     basis = f"{len(lengths):,} prompts, not prepared yet, responses at their longest; {rejects} refused"
-    return _lengths(recipe, lengths, basis, ids)
+    return _lengths(recipe, lengths, basis, ids, sources)
 
 
 def reused(recipe: Recipe, lengths: Lengths) -> tuple[int, int, dict[str, str]]:
@@ -179,7 +186,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "usd_of_replicas": hours * recipe.extraction.replicas * price if hours and price is not None else None,
         "usd_per_million_tokens": price / rate / 3600 * 1e6 if rate and price is not None else None,
         "usd_per_month": stored / 1e9 * recipe.dataset.usd_per_gb_month,
-        "training": training_estimate(recipe, shape, layers, lengths),
+        "training": training_estimate(recipe, shape, layers, lengths, sequences.sources),
     }
 
 

@@ -174,6 +174,10 @@ class Drafter:
             )
         except KeyError as error:
             raise VocabError(f"drafter config.json: expected the key {error}, found {sorted(c)[:8]}") from error
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            if isinstance(error, VocabError):
+                raise
+            raise VocabError(f"drafter config.json: expected whole numbers above 0, found {error}") from error
 
     @property
     def embedding(self) -> int:

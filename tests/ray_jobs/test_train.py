@@ -28,6 +28,7 @@ from drafter.sources import open_sources
 from ray_jobs import job
 from ray_jobs import train as train_job
 from ray_jobs.recipe import load_recipe
+from ray_jobs.verifier import VerifierShape
 from storage.errors import StatehouseError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
@@ -288,3 +289,59 @@ def test_the_plan_of_the_recipe_for_kimi(capsys: pytest.CaptureFixture[str]) -> 
     assert mixed["updates"] == pytest.approx(1.5 * plan["updates"], rel=1e-2)
     print_plan(load_recipe(ROOT / "recipes/kimi_k25.yaml", ["training.epochs=2"]))
     assert "fewer than 5,000 updates" in capsys.readouterr().out
+
+
+def test_the_plan_counts_what_is_left_to_train_on() -> None:
+    from ray_jobs.training_plan import training_estimate, training_rows
+
+    shape = VerifierShape(vocab_size=163840, hidden_size=7168, num_layers=61)
+    lengths, sources = np.array([1000] * 1000 + [9000] * 1000), ["chat"] * 500 + ["code"] * 1500
+
+    def plan(*overrides: str, known: bool = True) -> dict[str, Any]:
+        always = ["evaluation.held_out=0", "training.global_batch_tokens=2000"]
+        recipe = load_recipe(ROOT / "recipes/kimi_k25.yaml", [*always, *overrides])
+        return training_estimate(recipe, shape, [1, 29, 57], lengths, sources if known else None)
+
+    assert plan()["updates_per_epoch"] == 2000  # no more than there are sequences
+    dropped = plan("training.max_length=2000")
+    assert (dropped["updates_per_epoch"], dropped["tokens_per_update"]) == (500, 2000)
+    assert plan("training.max_length=2000", "training.long_sequences=split")["updates_per_epoch"] == 5000
+    assert plan("training.filter={max_length: 2000}")["updates_per_epoch"] == 500
+    assert plan("training.filter={min_length: 2000}")["updates_per_epoch"] == 1000
+    assert plan("training.filter={sources: [chat]}")["updates_per_epoch"] == 250
+    assert "fewer than" not in training_rows(plan())["warning"]
+    assert "fewer than 5,000 updates" in training_rows(plan("training.filter={sources: [chat]}"))["warning"]
+    unknown = plan("training.filter={sources: [chat]}", known=False)
+    assert "training.filter.sources is not counted" in training_rows(unknown)["warning"]
+    for overrides, said in (
+        ("training.filter={sources: [prose]}", "training.filter: none of the 2000 sequences of s3://"),
+        ("training.max_length=10", "training.max_length is 10, and all 2000 sequences"),
+        (
+            "drafter.config.draft_vocab_size=5",
+            "drafter.config.draft_vocab_size: expected nothing, found 5: .* vocab.size",
+        ),
+        ("drafter.config.hidden_size=abc", "drafter.config.hidden_size: .* valid integer.* found 'abc'"),
+        ("drafter.config.num_attention_heads=0", "drafter.config.num_attention_heads: .*greater than 0, found 0"),
+        ("drafter.config.heads=3", "drafter.config.heads: expected one of .*num_attention_heads"),
+        ("drafter.config.num_key_value_heads=7", "num_attention_heads: expected a multiple of num_key_value_heads"),
+    ):
+        with pytest.raises(StatehouseError, match=said):
+            plan(overrides)
+
+
+def test_the_plan_knows_the_parameters_of_a_bundled_verifiers_drafter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray_jobs import training_plan
+
+    config = {
+        "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "vocab_size": 49152, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(training_plan, "resolve_verifier", lambda model: tmp_path)  # making it takes a minute
+    recipe = load_recipe(ROOT / "recipes/smollm2.yaml")
+    shape = VerifierShape(vocab_size=49152, hidden_size=576, num_layers=30)
+    found = training_plan.drafter_parameters(recipe, shape, [1, 14, 26])
+    assert found is not None
+    assert found["all"] - found["trained"] == 49152 * 576  # the embedding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -198,3 +199,10 @@ def test_kimi_needs_a_node() -> None:
 def test_values_that_cannot_be_are_refused(make: object, named: str) -> None:
     with pytest.raises(VocabError, match=named):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("changed", [{"hidden_size": "abc"}, {"num_attention_heads": 0}, {"intermediate_size": None}])
+def test_numbers_that_are_none_are_one_error(changed: dict[str, Any]) -> None:
+    config = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 100, "intermediate_size": 16}
+    with pytest.raises(VocabError, match=r"drafter config\.json: expected whole numbers above 0"):
+        Drafter.from_config(config, changed=changed)
