@@ -43,6 +43,12 @@ class Progress:
         trained, best = [one["update"] for one in self.evaluations if one["update"]], self.best()
         return len(trained) - (trained.index(best["update"]) + 1 if best else 0)
 
+    def evaluation_due(self, every: int, total: int) -> bool:
+        """Whether the held-out loss belongs to this update and was not measured; the first and last ones are due anyway."""
+        return (
+            self.update % every == 0 and bool(self.evaluations) and self.evaluations[-1]["update"] < self.update < total
+        )
+
     def summary(self) -> dict[str, Any]:
         """What a finished run says of its way."""
         before, after = (self.evaluations[at] if self.evaluations else {} for at in (0, -1))
@@ -62,6 +68,18 @@ class Progress:
             "bad_sequences": self.bad_sequences,
             "resumed": self.resumed,
         }
+
+
+def evaluation_entry(update: int, measured: Measured) -> dict[str, Any]:
+    """What is kept of an evaluation, as JSON can hold it."""
+    return {
+        "update": update,
+        "loss": measured.loss,
+        "accuracy": list(measured.accuracy),
+        "covered": list(measured.covered),
+        "positions": measured.positions,
+        "fair": {source: one.shares() for source, one in measured.fair.items()},
+    }
 
 
 def update_line(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from drafter.batch import PackedBatch, Planes
 from drafter.cache import cached_opener
 from drafter.checkpoint import Snapshot, Writer
 from drafter.claim import drafter_config, layer_ids
@@ -27,7 +28,7 @@ from drafter.journal import Journal
 from drafter.loader import Counts, Loader
 from drafter.model import Drafter
 from drafter.patience import patiently
-from drafter.progress import TELEMETRY, Progress, describe, shares, update_line
+from drafter.progress import TELEMETRY, Progress, describe, evaluation_entry, shares, update_line
 from drafter.run import Run
 from drafter.sampler import Epoch, pack_rows
 from drafter.sources import Request, open_sources, open_verifier_weights
@@ -46,18 +47,26 @@ Result = TypeVar("Result")
 _LOG_EVERY_S = 5.0
 
 
+class _Stopped(Exception):
+    """Raised on all workers when any was asked to stop, between two updates."""
+
+
 def train(
-    request: Request, team: Team | None = None, stop: Callable[[], bool] = lambda: False
+    request: Request,
+    team: Team | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    leave: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Trains the claimed run from its newest checkpoint to its end, on this worker of the team; returns its summary.
 
-    stop: asked after each update; when it says so on any worker, a checkpoint is written and None returned.
+    stop: asked after each update; when it says so on any worker, a checkpoint is written and None returned. leave: the
+    same, asked before each micro-batch of an evaluation, which is made anew when the run is carried on.
     Raises StatehouseError, on all workers of the team if on any.
     """
     team = team or Team()
     session, error = None, None
     try:
-        session = Session(request, team)
+        session = Session(request, team, leave)
     except StatehouseError as caught:
         error = caught
     team.agree(error)
@@ -68,8 +77,8 @@ def train(
 class Session:
     """One worker's part of one run."""
 
-    def __init__(self, request: Request, team: Team) -> None:
-        self.request, self.settings, self.team = request, request.training, team
+    def __init__(self, request: Request, team: Team, leave: Callable[[], bool] = lambda: False) -> None:
+        self.request, self.settings, self.team, self.leave = request, request.training, team, leave
         self.sources = open_sources(request, cached_opener(self.settings.loader))
         self.run = Run(request.run)
         self.weights = open_verifier_weights(request.verifier, self.sources.dataset)
@@ -90,6 +99,7 @@ class Session:
         self.rows = self.sources.items.rows(self.sources.training_items, self.sources.weights)
         self.per_epoch = self.rows.updates_per_epoch(self.settings.global_batch_tokens)
         self.total = self.per_epoch * self.settings.epochs
+        self.every = self.settings.evaluate_every or self.per_epoch
         self.progress = Progress()
         self.journal = Journal(self.run, [], [])
         self.writer = Writer()
@@ -107,11 +117,9 @@ class Session:
         try:
             self._resume()
             self._say_what()
-            if not self.progress.evaluations:
+            if not self.progress.evaluations or self.progress.evaluation_due(self.every, self.total):
                 self._evaluate()
-            if self._updates(stop):
-                self._checkpoint_end()
-                return None
+            self._updates(stop)
             if self.progress.evaluations and self.progress.evaluations[-1]["update"] < self.progress.update:
                 self._evaluate()
             if self.saved < self.progress.update:  # else it was stopped right behind its last checkpoint
@@ -120,12 +128,18 @@ class Session:
             summary = self._finish()
             self.journal.close(summary)
             return summary
+        except _Stopped:
+            if self.saved != self.progress.update:
+                self._checkpoint()
+            self._checkpoint_end()
+            self._log("train stopped update=%d/%d; it carries on from there", self.progress.update, self.total)
+            return None
         finally:
             self.writer.wait()
             self.journal.close()
 
-    def _updates(self, stop: Callable[[], bool]) -> bool:
-        """All updates that are left, or until training.patience ends. Returns whether it was stopped on the way."""
+    def _updates(self, stop: Callable[[], bool]) -> None:
+        """All updates that are left, or until training.patience ends. Raises _Stopped when it is stopped on the way."""
         progress, settings = self.progress, self.settings
         began, seconds_before = time.monotonic(), progress.seconds
         last_line, last_update, positions, first = began, began, 0, progress.update
@@ -160,17 +174,13 @@ class Session:
                     )
                 if failed:
                     self._checkpoint_end()
-                due = progress.update % settings.evaluate_every == 0 if settings.evaluate_every else epoch_ends
-                if due and progress.update < self.total and progress.evaluations:
+                if progress.evaluations and progress.evaluation_due(self.every, self.total):
                     best = self._evaluate()
                     if best and settings.keep_best:
                         self._checkpoint()
                     last_update = time.monotonic()
                 if stopping and progress.update < self.total:
-                    if self.saved != progress.update:
-                        self._checkpoint()
-                    self._log("train stopped update=%d/%d; it carries on from there", progress.update, self.total)
-                    return True
+                    raise _Stopped
                 if progress.update % settings.checkpoint_every == 0 and progress.update not in (self.total, self.saved):
                     self._checkpoint()  # the last one: with the last evaluation
                 if now - last_line >= _LOG_EVERY_S or progress.update == self.total:
@@ -185,7 +195,6 @@ class Session:
                         f" skipped={progress.skipped}" if progress.skipped else "",
                         f" bad_sequences={progress.bad_sequences}" if progress.bad_sequences else "",
                     )  # fmt: skip
-        return False
 
     def _tell(self, stop: bool, loading: Counts) -> tuple[bool, bool, Counts]:
         """Whether any worker was asked to stop, whether the last checkpoint failed, what loading took all workers."""
@@ -313,7 +322,7 @@ class Session:
                     yield self.sources.training_items[part]
 
     def _evaluate(self) -> bool:
-        """The loss on the held-out sequences, if there are any; whether it is the best so far."""
+        """The loss on the held-out sequences, if there are any; whether it is the best so far. Raises _Stopped."""
         held, items = self.sources.held_items, self.sources.items
         if not len(held):
             return False
@@ -321,15 +330,11 @@ class Session:
             held[part] for part in pack_rows(np.arange(len(held)), items.length[held], self.settings.micro_batch_tokens)
         ]
         with self._loader(packed[self.team.rank :: self.team.world]) as loader:
-            measured = self.trainer.evaluate(loader, self.sources.source_of(held))
-        entry = {
-            "update": self.progress.update,
-            "loss": measured.loss,
-            "accuracy": list(measured.accuracy),
-            "covered": list(measured.covered),
-            "positions": measured.positions,
-            "fair": {source: one.shares() for source, one in measured.fair.items()},
-        }
+            asked: list[bool] = []
+            measured = self.trainer.evaluate(self._until_asked(loader, asked), self.sources.source_of(held))
+        if self.team.from_any(bool(asked)):  # of a part of the sequences on some worker: it says nothing
+            raise _Stopped
+        entry = evaluation_entry(self.progress.update, measured)
         self.progress.evaluations.append(entry)
         self.journal.evaluation(entry)
         self._log(
@@ -337,6 +342,14 @@ class Session:
             self.progress.update, self.sources.sequences(held), measured.loss, shares(measured.accuracy),
         )  # fmt: skip
         return self.progress.best() is entry
+
+    def _until_asked(self, loader: Loader, asked: list[bool]) -> Iterator[PackedBatch | Planes]:
+        """The loader's batches, up to where this worker was asked to leave, which is noted then."""
+        for batch in loader:
+            if self.leave():
+                asked.append(True)
+                return
+            yield batch
 
     def _record(self, line: dict[str, Any]) -> None:
         if self.team.rank == 0:

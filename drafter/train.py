@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if finished is not None:
             logging.getLogger("statehouse").info("train finished already %s", describe(finished, request.run))
             return 0
-        summary = train(request, Team(device=device), lambda: bool(asked))
+        summary = train(request, Team(device=device), lambda: bool(asked), lambda: bool(asked))
     except StatehouseError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -94,22 +94,30 @@ class _ToMailbox(logging.Handler):
 
 
 class _StopAsked:
-    """Asks the mailbox now and then, without waiting for the answer."""
+    """Asks the mailbox twice a second, in a thread: so the answer is there when an update ends, and costs it nothing."""
 
     def __init__(self, mailbox: Any) -> None:
-        self.mailbox, self._answer, self._last = mailbox, None, 0.0
+        self._mailbox, self._asked, self._over = mailbox, threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="stop-asked", daemon=True)
+        self._thread.start()
 
     def __call__(self) -> bool:
+        return self._asked.is_set()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(2 * _POLL_S)
+
+    def _ask(self) -> None:
         import ray
 
-        if self._answer is None:
-            if time.monotonic() - self._last >= _POLL_S:
-                self._answer = self.mailbox.stopping.remote()
-            return False
-        if not ray.wait([self._answer], timeout=0)[0]:
-            return False
-        answer, self._answer, self._last = bool(ray.get(self._answer)), None, time.monotonic()
-        return answer
+        while not self._over.wait(_POLL_S):
+            try:
+                if ray.get(self._mailbox.stopping.remote()):
+                    self._asked.set()
+                    return
+            except ray.exceptions.RayError:  # the driver is gone, and this worker will follow
+                return
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -146,7 +154,8 @@ def _work(config: dict[str, Any]) -> dict[str, Any] | None:
         except StatehouseError as caught:
             error = caught
         team.agree(error)
-        return train(request, team, _StopAsked(mailbox))
+        with contextlib.closing(_StopAsked(mailbox)) as asked:
+            return train(request, team, asked, asked)
     except StatehouseError as error:
         ray.get(mailbox.fail.remote(str(error), isinstance(error, OthersFailed)))
         return None

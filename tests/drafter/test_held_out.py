@@ -68,3 +68,26 @@ def test_what_goes_by_the_held_out_loss_is_refused_where_nothing_is_held_out(
     request = changed(tiny.request("judged", **setting), held_out=0.0)
     with pytest.raises(DrafterError, match="raise evaluation.held_out"):
         open_sources(request)
+
+
+def test_stopped_within_an_evaluation_it_is_made_anew_and_nothing_else_differs(tiny: Tiny) -> None:
+    settings: dict[str, Any] = {"epochs": 2, "evaluate_every": 3, "micro_batch_tokens": 60}
+    calls: list[int] = []
+    summary = whole_run(tiny.request("whole-eval", **settings), leave=lambda: bool(calls.append(1)))
+    assert summary is not None
+    made = summary["evaluations"]
+    each = len(calls) // len(made)
+    assert each >= 2  # so it stops in the middle of one
+    request = tiny.request("cut-eval", **settings)
+    # In the first one, before any update; in the second, at update 3; and in the last one.
+    for number, update in ((1, 0), (2, 3), (len(made) - 1, summary["updates"])):
+        asked: list[int] = []
+        at = (number - 1) * each + 2
+        assert whole_run(request, leave=lambda at=at, asked=asked: bool(asked.append(1)) or len(asked) == at) is None
+        assert Run(request.run).checkpoints.updates()[-1:] == ([update] if update else [])
+    again = whole_run(request)
+    assert again is not None
+    assert [one["update"] for one in again["evaluations"]] == [one["update"] for one in made]
+    assert [one["loss"] for one in again["evaluations"]] == [one["loss"] for one in made]
+    for name, tensor in exported(tiny.request("whole-eval")).items():
+        assert torch.equal(exported(request)[name], tensor)

@@ -140,7 +140,10 @@ def test_a_wrong_setting_is_one_line(tiny: Tiny, capfd: pytest.CaptureFixture[st
     [
         (["--device", "gpu"], "--device: expected cpu"),
         (["drafter.config.num_attention_heads=5"], "num_attention_heads: "),
-        (["drafter.config.num_attention_heads=0"], "drafter.config.num_attention_heads: Input should be greater than 0"),
+        (
+            ["drafter.config.num_attention_heads=0"],
+            "drafter.config.num_attention_heads: Input should be greater than 0",
+        ),
         (["drafter.start_from=/no/such/drafter"], "start_from: /no/such/drafter: expected a drafter's folder"),
         (["drafter.config.hidden_size=192", "drafter.config.target_hidden_size=64"], "SGLang leaves `fc` out"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -149,6 +150,29 @@ def test_an_error_inside_the_workers_is_one_line_and_is_not_tried_again(
     assert "checkpoints/00000003/model.safetensors: fc.weight: expected float32 [64, 192]" in failed.errors[0]
     assert "Traceback" not in failed.err
     assert "restarts=" not in failed.err
+
+
+def test_a_wish_to_stop_is_known_when_the_update_ends_though_nobody_asked_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    class Driver:
+        wish = False
+
+        @property
+        def stopping(self) -> Any:
+            return argparse.Namespace(remote=lambda: self.wish)
+
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    monkeypatch.setattr(train_job, "_POLL_S", 0.01)
+    driver = Driver()
+    with contextlib.closing(train_job._StopAsked(driver)) as asked:
+        assert not asked()
+        driver.wish = True
+        time.sleep(1)  # an update
+        assert asked()
+    assert not asked._thread.is_alive()
 
 
 @pytest.mark.slow
