@@ -51,7 +51,7 @@ class _Evaluation(BaseModel):
 
     # Share of prompt groups that are never trained on, as in a recipe.
     held_out: float = Field(default=0.02, ge=0, lt=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {

@@ -161,7 +161,8 @@ class ExtractionConfig(Section):
 class EvaluationConfig(Section):
     # Share of prompt groups held out: coverage is reported on them, drafters never train on them.
     held_out: float = Field(default=0.02, ge=0, lt=1)
-    seed: int = 0
+    # Of the choice of held-out groups, and of the resamples of an interval.
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     # Draft lengths k at which the acceptance length tau(k) is measured; the largest is also the one that is served.
     draft_lengths: tuple[Annotated[int, Field(ge=1, le=32)], ...] = Field(default=(1, 2, 3), min_length=1)
     # Held-out tokens of one Ray task: with a small verifier a minute of one core. What fits into one is measured at once.

@@ -142,6 +142,8 @@ def test_overrides_set_keys_in_sections_and_lists(written: Any) -> None:
         ({}, ["generation.temperature=.inf"], "key 'generation.temperature'"),
         ({}, ["dataset.uri=2026-13-45"], "not YAML"),
         ({}, ["extraction.capture_layers=[]"], "key 'extraction.capture_layers'"),
+        ({}, ["evaluation.seed=-1"], "key 'evaluation.seed' is -1"),
+        ({}, ["training.seed=-1"], "key 'training.seed' is -1"),
     ],
 )
 def test_a_bad_recipe_is_one_line_that_names_key_and_fix(
