@@ -63,7 +63,7 @@ class FillReport:
         self.counts["checked"] += result.get("checked", 0)
         self.drift = max(self.drift, result.get("drift", 0.0))
         self.stages.update(result.get("stages", {}))
-        self.progress.step(unit.tokens, **self._shown())
+        self.progress.step(unit.tokens, self._shown)
         self._publish()
 
     def wait(self, in_flight: int) -> None:

@@ -135,8 +135,10 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
             job.log.warning("quarantined prompt=%s reason=%s", unit.prompt_ids[row], reason.splitlines()[0])
         unit_counts = tally(responses.values(), ends)
         counts.update(unit_counts, quarantined=len(unit.quarantined))
-        told = {name: counts[name] for name in ("length_capped", "empty", "thinking_ended", "quarantined")}
-        progress.step(unit_counts["tokens"], **told, **supervisor.counts())
+        told: dict[str, object] = {
+            name: counts[name] for name in ("length_capped", "empty", "thinking_ended", "quarantined")
+        }
+        progress.step(unit_counts["tokens"], lambda: {**told, **supervisor.counts()})
 
     def waiting(in_flight: int) -> None:
         progress.extra.update(supervisor.counts())

@@ -249,10 +249,11 @@ class Progress:
         if self.done == self.total:
             self.bar.stop()
 
-    def step(self, tokens: int, **extra: object) -> None:
+    def step(self, tokens: int, extra: Callable[[], dict[str, object]] = dict) -> None:
+        """A unit is done. extra: more fields of the line, asked for when this unit counts."""
         self.done += 1
         self.tokens += tokens
-        self.extra.update(extra)
+        self.extra.update(extra())
         now = time.monotonic()
         if now - self.last >= self.every_s or self.done == self.total:
             self.last = now

@@ -64,6 +64,7 @@ class ReplicaActor:
             "pid": os.getpid(),
             "start_seconds": round(perf_counter() - began, 1),
         }
+        self._stages.take()  # an engine that starts does not wait for work
 
     def _open(self) -> Replica:
         return open_replica(self._config(), self._folder(), self._layers, self._teacher)
@@ -127,6 +128,7 @@ class ReplicaActor:
         if not bits:
             raise StatehouseError(f"{unit.uri}: none of the sequences chosen for calibration can be extracted")
         self._writer(unit.uri).calibrate(np.concatenate(bits))
+        self._stages.take()  # it comes before the clock of the filling starts
         return Outcome()
 
     def probe(self, unit: ProbeUnit | GenerateUnit) -> Outcome:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_jobs.fill_report import GAUGES
+from ray_jobs.job import Progress
 from ray_jobs.stages import STAGES, StageClock, shares
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -48,3 +49,9 @@ def test_shares_sum_to_one(seconds: dict[str, float]) -> None:
     found = shares(seconds)
     assert set(found) == set(STAGES)
     assert sum(found.values()) == pytest.approx(1 if sum(seconds.values()) else 0)
+
+
+def test_a_line_counts_the_unit_that_it_tells_of() -> None:
+    progress = Progress("extract", "shards", 2, every_s=0)
+    progress.step(512, lambda: {"seen": progress.tokens})
+    assert progress.extra == {"seen": 512}
