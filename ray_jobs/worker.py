@@ -135,21 +135,38 @@ class ReplicaActor:
         """Whether these sequences can be prefilled, or these prompts answered, at all."""
         if isinstance(unit, GenerateUnit):
             return self._answer(unit, open_store(unit.uri))
-        self._prefill(unit.token_ids)
+        _, token_ids = self._accepted(unit)
+        if token_ids:
+            self._prefill(token_ids)
         return Outcome()
+
+    def _accepted(self, unit: ProbeUnit) -> tuple[list[int], list[np.ndarray]]:
+        """Rows and token ids that an engine may be given. The others are quarantined when their unit runs."""
+        bad = self._refused(unit.token_ids, range(len(unit.token_ids)))
+        kept = [at for at in range(len(unit.token_ids)) if at not in bad]
+        return [unit.rows[at] for at in kept], [unit.token_ids[at] for at in kept]
 
     def reference(self, unit: ProbeUnit) -> tuple[str | None, Reference | None]:
         """(why there is none, states of these sequences), for another replica's self-check."""
+        rows, token_ids = self._accepted(unit)
+        if not token_ids:
+            return "the engine takes none of its sequences", None
         if self._recipe.extraction.replicas > 1:
-            forwarded, about = self._prefill(unit.token_ids), self._replica.describe()
+            forwarded, about = self._prefill(token_ids), self._replica.describe()
         else:
             try:
                 with self._beside:  # two calls may come at once, and transformers cannot be imported twice at a time
-                    forwarded, about = self._forward_beside(unit.token_ids)
+                    forwarded, about = self._forward_beside(token_ids)
             except Exception as error:  # whatever it is: the check is left out, the replica is not to blame
                 return f"transformers beside the only replica: {type(error).__name__}: {error}", None
+        states = {row: self._bits(one) for row, one in zip(rows, forwarded, strict=True)}
+        if bad := _not_finite(states):
+            why = f"its reference states are not finite: {next(iter(bad.values()))}"
+            if self._recipe.extraction.replicas > 1:
+                raise ReplicaFailed(why)  # it is replaced, and the unit goes on without
+            return f"transformers beside the only replica: {why}", None
         by = f"{about['engine']} {about['engine_version']} on {socket.gethostname()}, pid {os.getpid()}"
-        return None, Reference(by, {row: self._bits(one) for row, one in zip(unit.rows, forwarded, strict=True)})
+        return None, Reference(by, states)
 
     def _forward_beside(self, token_ids: Sequence[np.ndarray]) -> tuple[list[Forwarded], dict[str, Any]]:
         """By transformers on the CPU, started when first needed."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import faulty
 import ml_dtypes
 import numpy as np
 import pytest
 import tiny_run
 
 from ray_jobs import worker
+from ray_jobs.policies import Outcome
 from ray_jobs.recipe import load_recipe
 from ray_jobs.replicas import open_replica
 from ray_jobs.replicas.replica import ReplicaConfig
 from ray_jobs.units import ProbeUnit
 from ray_jobs.worker import _not_finite
 from storage import open_dataset
+from storage.errors import ReplicaFailed
 
 
 def test_every_bit_pattern_is_told_finite_or_not() -> None:
@@ -79,3 +83,33 @@ def test_two_checks_at_once_share_one_oracle_and_a_broken_one_leaves_the_replica
     why, reference = broken.reference(units[0])
     assert reference is None
     assert "ZeroDivisionError" in str(why)
+
+
+def actor_of(folder: Path, faults: dict[int, tuple[str, int]] | None = None, **extraction: Any) -> faulty.FaultyActor:
+    """As a replica of a job with two of them."""
+    case = faulty.Case(folder, **{"replicas": 2, **extraction})
+    return faulty.FaultyActor(case.recipe, (str(folder / "flags"), faults or {}, 0.0, False))
+
+
+def test_a_sequence_that_no_engine_may_be_given_is_left_out_of_the_self_check_and_of_probes(tmp_path: Path) -> None:
+    actor = actor_of(tmp_path)
+    given: list[int] = []
+    forward = actor._replica.forward
+    actor._replica.forward = lambda batch: given.extend(map(len, batch)) or forward(batch)  # type: ignore[method-assign, func-returns-value]
+    too_long, short = np.ones(faulty.LONGEST + 1, np.int32), np.arange(9, dtype=np.int32)
+    why, reference = actor.reference(ProbeUnit((4, 7), [too_long, short]))
+    assert why is None
+    assert reference is not None
+    assert list(reference.states) == [7]
+    why, reference = actor.reference(ProbeUnit((4,), [too_long]))
+    assert (why, reference) == ("the engine takes none of its sequences", None)
+    assert actor.probe(ProbeUnit((4, 7), [too_long, short])) == Outcome()
+    assert actor.probe(ProbeUnit((4,), [too_long])) == Outcome()
+    assert given == [9, 9]
+
+
+def test_the_replica_whose_reference_states_are_not_finite_is_the_one_that_fails(tmp_path: Path) -> None:
+    actor = actor_of(tmp_path, {901: ("nan", 1000)})
+    bad = np.array([901, 5, 6], np.int32)
+    with pytest.raises(ReplicaFailed, match="its reference states are not finite: 1 of 768 values"):
+        actor.reference(ProbeUnit((3,), [bad]))
