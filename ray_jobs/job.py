@@ -74,15 +74,20 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
         print("stopped; run the same command again to carry on where it stood", file=sys.stderr, flush=True)
         code = 143 if isinstance(stop, SystemExit) else 130
     except Exception as error:  # none should come here; nobody should have to read a traceback when one does
-        with tempfile.NamedTemporaryFile("w", prefix="statehouse-", suffix=".traceback", delete=False) as file:
-            file.write(traceback.format_exc())
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        print(f"error: unexpected {what}; please report it with {file.name}", file=sys.stderr, flush=True)
+        print(f"error: {unexpected(error)}", file=sys.stderr, flush=True)
         code = 1
     else:
         code = 0
     shutdown_ray()
     _leave(code)
+
+
+def unexpected(error: Exception) -> str:
+    """One line for an error that none should see; its traceback goes into a file that the line names."""
+    with tempfile.NamedTemporaryFile("w", prefix="statehouse-", suffix=".traceback", delete=False) as file:
+        file.write("".join(traceback.format_exception(error)))
+    what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"unexpected {what}; please report it with {file.name}"
 
 
 def _leave(code: int) -> NoReturn:

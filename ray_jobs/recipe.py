@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -281,6 +281,23 @@ def _known_keys(location: list[str]) -> list[str]:
         for candidate in _models(model.model_fields[part].annotation):
             model = candidate
     return list(model.model_fields)
+
+
+def takes_list(key: str) -> bool:
+    """Whether the recipe's key of this name (`section.key`) holds a list itself."""
+    model: type[BaseModel] = Recipe
+    *path, last = key.split(".")
+    for part in path:
+        found = _models(model.model_fields[part].annotation) if part in model.model_fields else []
+        if not found:
+            return False
+        model = found[0]
+    return last in model.model_fields and _is_list(model.model_fields[last].annotation)
+
+
+def _is_list(annotation: Any) -> bool:
+    """tuple[...], or tuple[...] | None."""
+    return get_origin(annotation) is tuple or any(get_origin(one) is tuple for one in get_args(annotation))
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

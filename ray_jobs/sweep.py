@@ -3,7 +3,8 @@
     python -m ray_jobs.sweep recipes/smollm2.yaml "vocab.size=[4096,8192]" "training.lr=[1e-3,2e-3]" --evaluate
     python -m ray_jobs.sweep recipes/smollm2.yaml "vocab.size=[4096,8192]" --table        # what is there so far
 
-A key with a list is an axis, and every combination is an arm: a run of its own, with plain jobs (coverage where a
+A key with a list is an axis (one that takes a list anyway, with a list of lists: "evaluation.draft_lengths=[[1,2],[1,3]]"),
+and every combination is an arm: a run of its own, with plain jobs (coverage where a
 vocabulary key changes, train, evaluate). Run it again after any interruption: what is finished is left as it is.
 """
 
@@ -22,7 +23,6 @@ import threading
 from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,8 +33,9 @@ from rich.table import Table
 from drafter.claim import finished
 from drafter.run import EVALUATION, RUN, SUMMARY
 from drafter.sources import Request, open_sources
+from ray_jobs import job
 from ray_jobs.measuring import measured_as
-from ray_jobs.recipe import Recipe, load_recipe
+from ray_jobs.recipe import Recipe, load_recipe, takes_list
 from ray_jobs.train import request_of, require_vocabulary
 from storage.errors import RecipeError, StatehouseError
 from storage.objects import ObjectMissing, open_store
@@ -74,7 +75,9 @@ def plan_arms(path: str, overrides: Sequence[str]) -> list[Arm]:
         if key in given:
             raise RecipeError(f"sweep: {key} is given twice; give it once, with all its values in one list")
         given.add(key)
-        if not isinstance(value, list):
+        if not isinstance(value, list) or (
+            takes_list(key) and not (value and all(isinstance(one, list) for one in value))
+        ):
             fixed.append(override)
             if _makes_vocabulary(key):
                 same[key] = value
@@ -202,29 +205,31 @@ class Jobs:
             with self._alone(arm.recipe.vocab_uri):  # two arms of one vocabulary make it once
                 if "coverage" in steps_left(arm, evaluate) and (error := self._job("coverage", arm)):
                     return error
-            for job in steps_left(arm, evaluate):
-                if error := self._job(job, arm):
+            for step in steps_left(arm, evaluate):
+                if error := self._job(step, arm):
                     return error
         except StatehouseError as error:
             return str(error)
+        except Exception as error:  # of one arm: the others go on
+            return job.unexpected(error)
         return None
 
     def _alone(self, uri: str) -> threading.Lock:
         with self._lock:
             return self._of.setdefault(uri, threading.Lock())
 
-    def _job(self, job: str, arm: Arm) -> str | None:
+    def _job(self, name: str, arm: Arm) -> str | None:
         with self._lock:
             if self.stopping:
                 return "stopped"
             process = subprocess.Popen(
-                [sys.executable, "-m", f"ray_jobs.{job}", self.recipe, *arm.overrides],
+                [sys.executable, "-m", f"ray_jobs.{name}", self.recipe, *arm.overrides],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )
             self._running.add(process)
-        log.info("sweep %s start arm=%s", job, arm.name)
+        log.info("sweep %s start arm=%s", name, arm.name)
         last = ""
         assert process.stderr is not None
         for line in process.stderr:
@@ -234,7 +239,7 @@ class Jobs:
         code = process.wait()
         with self._lock:
             self._running.discard(process)
-        return None if code == 0 else f"{job} ended with {code}: {last.removeprefix('error: ')}"
+        return None if code == 0 else f"{name} ended with {code}: {last.removeprefix('error: ')}"
 
     def stop(self) -> None:
         with self._lock:
@@ -311,8 +316,10 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
 def sweep(
     path: str, overrides: Sequence[str], *, parallel: int, evaluate: bool, only_table: bool, to: str | None
 ) -> int:
-    """Runs the arms and prints the comparison; the exit code."""
+    """Runs the arms and prints the comparison; the exit code. Raises StatehouseError."""
     arms = plan_arms(path, overrides)
+    if to is not None:
+        _write(to, "", "a")  # before hours of work, not behind them
     failures: dict[str, str] = {}
     if not only_table:
         jobs = Jobs(path)
@@ -337,11 +344,21 @@ def sweep(
     base = arms[0].recipe
     open_store(f"{base.dataset.uri}-runs").put(f"{base.name}.sweep.json", text.encode())
     if to is not None:
-        Path(to).write_text(text)
+        _write(to, text, "w")
     Console(width=None if Console().is_terminal else 170).print(render(rows))
     for name, error in failures.items():
         print(f"error: {name}: {error}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _write(path: str, text: str, mode: str) -> None:
+    try:
+        with open(path, mode) as file:
+            file.write(text)
+    except OSError as error:
+        raise StatehouseError(
+            f"--json {path}: {error.strerror or error}; name a file in a folder that is there and can be written"
+        ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -364,6 +381,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     except StatehouseError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        print(f"error: {job.unexpected(error)}", file=sys.stderr)
         return 1
 
 

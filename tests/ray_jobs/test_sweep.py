@@ -19,6 +19,7 @@ from tiny_training import DRAFTED, Tiny, changed, make_tiny
 from drafter.claim import claim
 from drafter.session import train
 from drafter.sources import open_sources
+from ray_jobs import sweep as sweep_job
 from ray_jobs import train as train_job
 from ray_jobs.measuring import measured_as
 from ray_jobs.recipe import load_recipe
@@ -87,6 +88,40 @@ def test_what_is_no_sweep_is_one_line(
     assert main([path, *settings]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
+
+
+def test_a_key_that_takes_a_list_is_fixed_by_one_and_an_axis_by_a_list_of_lists(tiny: Tiny, tmp_path: Path) -> None:
+    path = str(write_recipe(tiny, tmp_path / "recipe.yaml"))
+    rates = "training.lr=[1e-3,2e-3]"
+    for fixed in ("evaluation.draft_lengths=[1,2,5]", "training.betas=[0.8,0.9]", "training.trackers=[]"):
+        arms = plan_arms(path, [fixed, rates])
+        assert [list(arm.settings) for arm in arms] == [["training.lr"]] * 2
+    assert arms[0].recipe.training.trackers == ()
+    assert plan_arms(path, ["evaluation.draft_lengths=[1,2,5]", rates])[0].recipe.evaluation.draft_lengths == (1, 2, 5)
+    arms = plan_arms(path, ["training.betas=[[0.8,0.9],[0.9,0.95]]"])
+    assert [arm.recipe.training.betas for arm in arms] == [(0.8, 0.9), (0.9, 0.95)]
+    with pytest.raises(RecipeError, match="at least one key with a list"):
+        plan_arms(path, ["vocab.sizes=[16,32]"])
+
+
+def test_a_file_that_cannot_be_written_is_said_before_any_work_and_the_unexpected_is_one_line(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_recipe(tiny, tmp_path / "recipe.yaml"))
+    monkeypatch.setattr(sweep_job.Jobs, "do", lambda *_: pytest.fail("it started to work"))
+    for to in (tmp_path / "none" / "x.json", tmp_path):
+        assert main([path, "training.lr=[1e-3]", "--json", str(to)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --json {to}: ")
+    monkeypatch.undo()
+    monkeypatch.setattr(sweep_job, "steps_left", lambda *_: 1 // 0)
+    assert main([path, "training.lr=[1e-3]"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: tiny-lr-1e-3: unexpected ZeroDivisionError")
+    monkeypatch.setattr(sweep_job, "plan_arms", lambda *_: 1 // 0)
+    assert main([path, "training.lr=[1e-3]"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: unexpected ZeroDivisionError")
 
 
 def test_the_table_compares_what_is_there(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
