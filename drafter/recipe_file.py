@@ -34,11 +34,9 @@ class RecipeFile:
     verifier: str | None
     vocab: VocabConfig
 
-    def vocabulary(self, dataset: str) -> str:
-        return str(self.sections["training"].get("draft_vocabulary") or f"{dataset}-vocab")
-
-    def run(self, dataset: str) -> str:
-        return f"{dataset}-runs/{self.sections['training'].get('run') or self.name}"
+    def run(self, dataset: str, name: str | None) -> str:
+        """Where the run of this name goes, by default of the recipe's."""
+        return f"{dataset}-runs/{name or self.name}"
 
 
 def read_recipe(path: str) -> RecipeFile:

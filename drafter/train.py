@@ -32,9 +32,12 @@ from drafter.team import Team
 from storage.errors import StatehouseError
 from vocab.chosen import require_chosen_as
 
+log = logging.getLogger("statehouse")
+
 _HELP = """\
 what it does:
-  A recipe names dataset, verifier, draft vocabulary and run as it does for the jobs; a flag goes before it.
+  A recipe names dataset, verifier, draft vocabulary and run as it does for the jobs; a flag goes before it. What it says
+  of workers (training.workers and its like) is left out: this is one process.
   Reads the dataset straight from the store, trains on all sequences but the held-out ones, and puts into --run:
   checkpoints/, metrics.jsonl, drafter/ (config.json and model.safetensors as SGLang serves them) and, last, summary.json.
   Run it again after any interruption: it carries on from the newest checkpoint. A finished run is left as it is.
@@ -57,10 +60,12 @@ class _Evaluation(BaseModel):
 _SECTIONS: dict[str, type[BaseModel]] = {
     "drafter": DrafterSection, "training": TrainingSection, "evaluation": _Evaluation,
 }  # fmt: skip
-# What only a job of several workers reads.
+# Keys of `training` that only a job of several workers reads.
+_OF_JOBS = ("workers", "min_workers", "gpus_per_worker", "max_failures", "parallel", "tokens_per_second")
+# What is no setting here, and what takes its place: of the first two only where there is no recipe.
 _UNUSED = {
-    "training.run", "training.workers", "training.min_workers", "training.gpus_per_worker", "training.max_failures",
-    "training.parallel", "training.draft_vocabulary", "training.tokens_per_second",
+    "training.run": "--run", "training.draft_vocabulary": "--draft-vocab",
+    **{f"training.{key}": "python -m ray_jobs.train, since this command is one process," for key in _OF_JOBS},
 }  # fmt: skip
 
 
@@ -97,9 +102,11 @@ def _listed(prefix: str, model: type[BaseModel]) -> list[str]:
 def parse_settings(settings: Sequence[str], recipe: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """{section: its checked model} from `section.key=value`, over what a recipe has in the section.
 
-    Raises DrafterError naming the one that is wrong.
+    What a recipe says of a job's workers is left out. Raises DrafterError naming the one that is wrong.
     """
     given: dict[str, dict[str, Any]] = {section: dict((recipe or {}).get(section, {})) for section in _SECTIONS}
+    if left_out := [f"training.{key}={given['training'].pop(key)}" for key in _OF_JOBS if key in given["training"]]:
+        log.info("train in one process, without %s of the recipe", " ".join(left_out))
     for setting in settings:
         match = re.fullmatch(r"(\w+)\.(\w+)((?:\.\w+)?)=(.*)", setting, re.DOTALL)
         if match is None or match[1] not in _SECTIONS or match[2] not in _SECTIONS[match[1]].model_fields:
@@ -107,8 +114,16 @@ def parse_settings(settings: Sequence[str], recipe: Mapping[str, Mapping[str, An
                 f"setting {setting!r}: expected section.key=value, for instance training.lr=1e-4; see --help for all"
             )
         section, key, inner, text = match.groups()
+        instead = _UNUSED.get(f"{section}.{key}")
+        if instead and (recipe is None or not instead.startswith("--")):
+            raise DrafterError(f"setting {setting!r}: not read here; use {instead} instead")
         if inner:  # drafter.config.head_dim=128
-            given[section][key] = dict(given[section].get(key) or {}) | {inner[1:]: _value(text)}
+            outer = given[section].get(key)
+            if not isinstance(outer, dict | None):
+                raise DrafterError(
+                    f"setting {setting!r}: expected {section}.{key} to have keys, found {section}.{key}={outer}; leave that out"
+                )
+            given[section][key] = (outer or {}) | {inner[1:]: _value(text)}
         else:
             given[section][key] = _value(text)
     try:
@@ -129,13 +144,13 @@ def _value(text: str) -> Any:
         return text
 
 
-def _places(args: argparse.Namespace, recipe: RecipeFile | None) -> dict[str, str]:
+def _places(args: argparse.Namespace, recipe: RecipeFile | None, training: TrainingSection) -> dict[str, str]:
     """Dataset, vocabulary, run and verifier of a Request: those of the flags, else the recipe's."""
     dataset = args.dataset or (recipe and recipe.dataset)
     found = {"dataset": dataset, "vocabulary": args.draft_vocab, "run": args.run, "verifier": args.verifier}
     if recipe is not None and dataset:
-        found["vocabulary"] = args.draft_vocab or recipe.vocabulary(dataset)
-        found["run"] = args.run or recipe.run(dataset)
+        found["vocabulary"] = args.draft_vocab or training.draft_vocabulary or f"{dataset}-vocab"
+        found["run"] = args.run or recipe.run(dataset, training.run)
         found["verifier"] = args.verifier or verifier_folder(recipe)
     flags = {"vocabulary": "draft-vocab"}
     if missing := [f"--{flags.get(name, name)}" for name, one in found.items() if not one]:
@@ -155,7 +170,7 @@ def _device(name: str) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_intermixed_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("statehouse").setLevel(logging.INFO)
+    log.setLevel(logging.INFO)
     asked: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -170,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = None if path is None else read_recipe(path)
         settings = [one for one in args.settings if one != path]
         sections = parse_settings(settings, None if recipe is None else recipe.sections)
-        places = _places(args, recipe)
+        places = _places(args, recipe, sections["training"])
         request = Request(
             dataset=places["dataset"],
             vocabulary=places["vocabulary"],
@@ -194,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_start(request, drafter_config(request, sources, weights), weights.config, fresh=args.fresh)
         finished = claim(request, sources, fresh=args.fresh)
         if finished is not None:
-            logging.getLogger("statehouse").info("train finished already %s", describe(finished, request.run))
+            log.info("train finished already %s", describe(finished, request.run))
             return 0
         summary = train(request, Team(device=device), lambda: bool(asked), lambda: bool(asked))
     except StatehouseError as error:

@@ -63,7 +63,9 @@ def test_finished_runs_are_left_alone_and_fresh_starts_over(tiny: Tiny, capfd: p
     assert "training.epochs: 1 -> 2" in errors[0]
 
 
-def test_a_recipe_says_what_flags_would(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_says_what_flags_would(
+    tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(
         f"name: small\nverifier: {{model: {tiny.verifier}}}\ndataset: {{uri: {tiny.root}/dataset, codec: lossless}}\n"
@@ -79,6 +81,15 @@ def test_a_recipe_says_what_flags_would(tiny: Tiny, tmp_path: Path, capfd: pytes
         1,
         0.2,
     )
+    # A setting goes before the recipe, which may say more of workers than one process needs.
+    text = recipe.read_text()
+    recipe.write_text(text.replace("training: {", "training: {workers: 8, parallel: shard, optimizer: muon, "))
+    assert main([str(recipe), "training.epochs=1", "training.run=beside"]) == 0
+    beside = Run(f"{tiny.root}/dataset-runs/beside").summary()
+    assert beside is not None
+    assert beside["workers"] == 1
+    assert "without training.workers=8 training.parallel=shard of the recipe" in caplog.text
+    recipe.write_text(text)
     # The one beside the dataset counts for the recipe only when it is the recipe's.
     make_vocabulary(f"{tiny.root}/dataset-vocab")
     text = recipe.read_text().replace(f", draft_vocabulary: {tiny.root}/vocab", "").replace("size: 32", "size: 16")
@@ -127,11 +138,21 @@ def test_the_drafter_names_its_layers_as_sglang_counts_those_of_the_verifiers_fa
         ("training.lr=fast", "training.lr is 'fast'"),
         ("training.lr=-1", "training.lr is -1"),
         ("drafter.lm_head=thawed", "drafter.lm_head is 'thawed'"),
+        ("training.draft_vocabulary=s3://x", "not read here; use --draft-vocab instead"),
+        ("training.run=other", "not read here; use --run instead"),
+        ("training.workers=8", "not read here; use python -m ray_jobs.train"),
+        (
+            "training.loader=5 training.loader.threads=3",
+            "expected training.loader to have keys, found training.loader=5",
+        ),
+        ("training.loader=5", "training.loader is 5"),
+        ("drafter.config=deep drafter.config.head_dim=8", "found drafter.config=deep"),
     ],
 )
 def test_a_wrong_setting_is_one_line(tiny: Tiny, capfd: pytest.CaptureFixture[str], setting: str, message: str) -> None:
-    assert main(arguments(tiny, "wrong", setting)) == 1
-    assert message in capfd.readouterr().err
+    assert main(arguments(tiny, "wrong", *setting.split())) == 1
+    assert message in (error := capfd.readouterr().err)
+    assert error.count("\n") == 1
     assert not Path(f"{tiny.root}/wrong").exists()
 
 
