@@ -87,7 +87,6 @@ def fill(
     if not ShardWriter(store, shard_identity(plan)).calibrated:
         unit = calibration_unit(uri, plan, sequences, config.calibration_sequences)
         supervisor.run("calibrate", [unit], lambda _unit, _value: None, report.progress.wait, len(unit.token_ids) - 1)
-    report.begin()
-    supervisor.run("extract", units, done, report.wait, limit)
+    supervisor.run("extract", units, done, report.wait, limit, report.begin)
     report.end()
     return report

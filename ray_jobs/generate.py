@@ -145,7 +145,7 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
         progress.wait(in_flight)
 
     with contextlib.nullcontext(replicas) if replicas else replicas_of(recipe, verifier) as supervisor:
-        supervisor.run("generate", units, done, waiting, limit)
+        supervisor.run("generate", units, done, waiting, limit, progress.restart)
     clear_parts(inputs.store)
     _summarise(recipe, verifier, inputs, prompts, ends, f"seconds={progress.seconds:.1f}")
 

@@ -113,11 +113,13 @@ class Supervisor:
         done: Callable[[Any, Any], None],
         waiting_on: Callable[[int], None],
         quarantine_limit: int | None = None,
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
         """Calls done(unit, result) once for each unit, in the order in which they finish. Raises StatehouseError.
 
         waiting_on(units in flight) is called every few seconds in which none finishes. quarantine_limit: sequences of
-        divisible units that may be given up; None for units that cannot be divided. SIGTERM lets units in flight end
+        divisible units that may be given up; None for units that cannot be divided. begun() is called once, when the first
+        replica is up and gets the first unit: the start of the engines is no throughput. SIGTERM lets units in flight end
         within extraction.drain_s, then raises SystemExit.
         """
         units = list(units)
@@ -131,7 +133,7 @@ class Supervisor:
             else:  # started in an earlier run that ended before it was up
                 self._kill(slot)
         try:
-            self._drive(scheduler, method, done, waiting_on)
+            self._drive(scheduler, method, done, waiting_on, begun)
         finally:
             # A straggler may still be at a unit of this run: its answer is no answer to the next one.
             self._waiting = {ref: one for ref, one in self._waiting.items() if one.kind in ("start", "health")}
@@ -142,7 +144,9 @@ class Supervisor:
         method: str,
         done: Callable[[Any, Any], None],
         waiting_on: Callable[[int], None],
+        begun: Callable[[], None],
     ) -> None:
+        calls = 0
         heard = self._placed = time.monotonic()
         with job.drain_on_sigterm() as stopped:
             stop_at: float | None = None
@@ -152,8 +156,12 @@ class Supervisor:
                     if isinstance(action, Done):
                         done(action.unit, action.value)
                         heard = time.monotonic()
-                    else:
-                        self._act(action, method)
+                        continue
+                    if isinstance(action, Call):
+                        calls += 1
+                        if calls == 1:
+                            begun()
+                    self._act(action, method)
                 if step.failed:
                     raise ReplicaFailed(step.failed)
                 if step.over or (stop_at is not None and time.monotonic() > stop_at):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,11 @@ from hypothesis import strategies as st
 
 from ray_jobs.fill_report import GAUGES
 from ray_jobs.job import Progress
+from ray_jobs.policies import Call, Outcome, Start
+from ray_jobs.recipe import ExtractionConfig
+from ray_jobs.scheduling import Scheduler
 from ray_jobs.stages import STAGES, StageClock, shares
+from ray_jobs.supervisor import Supervisor
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 
@@ -55,3 +60,25 @@ def test_a_line_counts_the_unit_that_it_tells_of() -> None:
     progress = Progress("extract", "shards", 2, every_s=0)
     progress.step(512, lambda: {"seen": progress.tokens})
     assert progress.extra == {"seen": 512}
+
+
+def test_the_clock_starts_with_the_first_unit_and_not_with_the_engine() -> None:
+    happened: list[str] = []
+
+    class WithoutRay(Supervisor):
+        def _act(self, action: Any, method: str) -> None:
+            happened.append(type(action).__name__)
+            self.asked = action
+
+        def _hear(self, scheduler: Scheduler, timeout: float) -> None:
+            action = self.asked
+            if isinstance(action, Start):
+                scheduler.ready(action.slot, action.generation)
+            elif isinstance(action, Call):
+                scheduler.result(action.slot, action.generation, action.task, Outcome("stored"))
+
+    supervisor = WithoutRay(lambda _: None, ExtractionConfig())
+    supervisor.run(
+        "extract", ["unit"], lambda *_: happened.append("done"), lambda _: None, begun=lambda: happened.append("begun")
+    )
+    assert happened == ["Start", "begun", "Call", "done"]

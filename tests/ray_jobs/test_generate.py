@@ -112,7 +112,7 @@ def test_a_job_that_dies_between_two_units_draws_nothing_twice(
         def __init__(self, after: int) -> None:
             self.after = after
 
-        def run(self, method: str, units: Any, done: Any, _waiting: Any, _limit: int | None = None) -> None:
+        def run(self, method: str, units: Any, done: Any, _waiting: Any, *_: Any) -> None:
             for number, unit in enumerate(units):
                 if number == self.after:
                     raise KeyboardInterrupt
@@ -163,7 +163,7 @@ def test_a_quarantined_prompt_is_told_left_out_and_can_be_asked_again(
         def __init__(self, poison: bool) -> None:
             self.poison = poison
 
-        def run(self, method: str, units: Any, done: Any, _waiting: Any, limit: int = 0) -> None:
+        def run(self, method: str, units: Any, done: Any, _waiting: Any, limit: int, *_: Any) -> None:
             limits.append(limit)
             for number, unit in enumerate(units):
                 unit = unit.without({0: "it died\nof it"}) if self.poison and number == min(1, len(units) - 1) else unit

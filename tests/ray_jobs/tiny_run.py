@@ -92,7 +92,7 @@ class InProcess:
     def counts(self) -> dict[str, int]:
         return {}
 
-    def run(self, method: str, units: Any, done: Callable[[Any, Any], None], _waiting: Any, _limit: int = 0) -> None:
+    def run(self, method: str, units: Any, done: Callable[[Any, Any], None], _waiting: Any, *_: Any) -> None:
         for unit in units:
             result = getattr(self.actor, method)(unit)
             done(unit, result.value if isinstance(result, Outcome) else result)
