@@ -28,9 +28,9 @@ warnings.filterwarnings("ignore")
 
 Step = Callable[[], float]
 # What is imported is part of the bare process, over which memory is counted. The peers' modules import torch._dynamo too;
-# torch's optimisers do when the first one is made: 145 MB.
+# torch's optimisers do when the first one is made: 145 MB. numba is there in any run, which reads datasets with it: 50 MB.
 _IMPORTS = {
-    "statehouse": ("drafter.trainer", "torch._dynamo"),
+    "statehouse": ("drafter.trainer", "torch._dynamo", "numba"),
     "specforge": ("specforge.training.strategies.base", "specforge.algorithms.eagle3.model"),
     "speculators": ("speculators.models.eagle3", "speculators.train.trainer"),
 }

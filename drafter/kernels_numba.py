@@ -1,7 +1,9 @@
 """Compiled loops over rows of fp32, or of bf16 as uint16 bit patterns: what torch on a CPU needs several slow passes for.
 
 A number of a row costs 0.1 ns (fp32) or 0.3 (bf16) here for softmax's exponential and sum, and 0.8 or 0.7 in torch; torch
-has no fused RMS norm for CPUs. Sums and products are fp32. Arrays are C-contiguous.
+has no fused RMS norm for CPUs. Sums and products are fp32 (fp64 in `own_*` where the arrays are). Arrays are C-contiguous.
+
+Shape suffixes as in drafter/model.py.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def _wide_of(value):  # type: ignore[no-untyped-def]
 @overload(_narrow, inline="always")
 def _narrow_of(value, like):  # type: ignore[no-untyped-def]
     if like != types.uint16:
-        return lambda value, like: np.float32(value)
+        return lambda value, like: value
 
     def rounded(value, like):  # type: ignore[no-untyped-def]
         bits = np.float32(value).view(np.uint32)
@@ -126,3 +128,74 @@ def rms_norm_backward(grad: Any, x: Any, weight: Any, scale: Any, grad_x: Any, g
             value, pull = _wide(x[row, column]), _wide(grad[row, column])
             grad_weight[column] += pull * value * by
             grad_x[row, column] = _narrow((pull * weight[column] - value * along) * by, x[row, column])
+
+
+@numba.njit(**_OPTIONS)
+def rotate(x: Any, cos: Any, sin: Any, back: Any, out: Any) -> None:
+    """RoPE over half-heads of x [N, A, C], by cos and sin [N, C / 2]; the other way round where `back` is -1."""
+    rows, heads, width = x.shape
+    half = width // 2
+    for row in range(rows):
+        for head in range(heads):
+            for column in range(half):
+                low, high = _wide(x[row, head, column]), _wide(x[row, head, half + column])
+                c, s = cos[row, column], sin[row, column] * back
+                out[row, head, column] = _narrow(low * c - high * s, x[row, head, column])
+                out[row, head, half + column] = _narrow(high * c + low * s, x[row, head, column])
+
+
+@numba.njit(**_OPTIONS)
+def own_scores(query: Any, key: Any, scale: Any, out: Any) -> None:
+    """out [N, A] = scale * query . key, of query [N, A, C] and each row's own key [N, G, C]."""
+    rows, heads, width = query.shape
+    share = heads // key.shape[1]
+    for row in range(rows):
+        for head in range(heads):
+            dot = np.float32(0)
+            for column in range(width):
+                dot += _wide(query[row, head, column]) * _wide(key[row, head // share, column])
+            out[row, head] = dot * scale
+
+
+@numba.njit(**_OPTIONS)
+def own_values(share_NA: Any, value: Any, out: Any) -> None:
+    """out [N, A, C] fp32 += share * value, of each row's own value [N, G, C]."""
+    rows, heads, width = out.shape
+    share = heads // value.shape[1]
+    for row in range(rows):
+        for head in range(heads):
+            for column in range(width):
+                out[row, head, column] += share_NA[row, head] * _wide(value[row, head // share, column])
+
+
+@numba.njit(**_OPTIONS)
+def own_backward(
+    query: Any, key: Any, value: Any, grad: Any, lse: Any, delta: Any, scale: Any, grad_query: Any, grad_key: Any,
+    grad_value: Any,
+) -> None:  # fmt: skip
+    """Gradients of one own key and value of every row, and grad_query [N, A, C] fp32 += what it adds to the query's.
+
+    lse, delta: [N, A] fp32, as drafter/attention_cpu.py has them.
+    """
+    rows, heads, width = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    sum_key, sum_value = np.empty(width, lse.dtype), np.empty(width, lse.dtype)
+    for row in range(rows):
+        for group in range(groups):
+            sum_key[:] = 0
+            sum_value[:] = 0
+            for head in range(group * share, (group + 1) * share):
+                dot, pull = np.float32(0), np.float32(0)
+                for column in range(width):
+                    dot += _wide(query[row, head, column]) * _wide(key[row, group, column])
+                    pull += _wide(grad[row, head, column]) * _wide(value[row, group, column])
+                taken = np.exp(dot * scale - lse[row, head])
+                by = taken * (pull - delta[row, head]) * scale
+                for column in range(width):
+                    grad_query[row, head, column] += by * _wide(key[row, group, column])
+                    sum_key[column] += by * _wide(query[row, head, column])
+                    sum_value[column] += taken * _wide(grad[row, head, column])
+            for column in range(width):
+                grad_key[row, group, column] = _narrow(sum_key[column], key[row, group, column])
+                grad_value[row, group, column] = _narrow(sum_value[column], key[row, group, column])

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drafter.compiled import CompiledNorm, CompiledRotation
 from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
-from drafter.norm_cpu import CompiledNorm
 from drafter.rope import frequencies
 from vocab.mapping import DraftVocab
 
@@ -135,17 +135,26 @@ class Projections(nn.Module):
     def _rotated(self, projected: Tensor, positions_N: Tensor) -> Tensor:
         """RoPE over half-heads (Llama's, not interleaved), angles and products in fp32 or better."""
         wide = torch.promote_types(projected.dtype, torch.float32)
-        low, high = projected.unflatten(-1, (-1, self.head_dim)).to(wide).chunk(2, dim=-1)
+        heads = projected.unflatten(-1, (-1, self.head_dim))
         angles = positions_N[:, None, None] * torch.tensor(self.frequencies, device=projected.device, dtype=wide)
         cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+        if _compiled(heads):
+            rotated: Tensor = CompiledRotation.apply(heads, cos[:, 0], sin[:, 0])
+            return rotated
+        low, high = heads.to(wide).chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(projected.dtype)
+
+
+def _compiled(x: Tensor) -> bool:
+    """Whether x is for the loops of drafter/kernels_numba.py."""
+    cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return cpu and x.dtype in (torch.float32, torch.bfloat16)
 
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Under autocast x is bf16 and the weight fp32, for which torch has no fused norm: it is given fp32 then."""
-        plain = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if plain and self.weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.bfloat16):
+        if _compiled(x) and self.weight.dtype == torch.float32:
             normed: Tensor = CompiledNorm.apply(x, self.weight, self.eps)
             return normed
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
