@@ -206,9 +206,10 @@ def test_from_object_storage_to_object_storage(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(560)
 def test_ray_job_submit_and_stop_and_submit_again(tiny: Tiny, tmp_path: Path, ray_cluster: dict[str, str]) -> None:
     with_vocabulary(tiny)
-    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=300, checkpoint_every=5, run="submitted")
+    path = write_recipe(tiny, tmp_path / "recipe.yaml", epochs=200, checkpoint_every=5, run="submitted")
     run, ray = Run(f"{tiny.root}/dataset-runs/submitted"), Path(sys.executable).parent / "ray"
     environment = {name: value for name, value in {**os.environ, **ray_cluster}.items() if name != "RAY_ADDRESS"}
 
