@@ -112,8 +112,11 @@ class ReplicaActor:
         return forwarded
 
     def _bits(self, forwarded: Forwarded) -> np.ndarray:
-        """bf16 bits uint16 [T, L, H] of what is stored of a sequence."""
-        bits = to_bits(forwarded.states)
+        """bf16 bits uint16 [T, L, H] of all states of a sequence: where the final one is not stored, the teacher's top-k was
+        still made from it."""
+        return to_bits(forwarded.states)
+
+    def _stored(self, bits: np.ndarray) -> np.ndarray:
         return bits if self._final else bits[:, :-1]
 
     # ---- work ----
@@ -127,7 +130,7 @@ class ReplicaActor:
             return Outcome(None, bad)
         if not bits:
             raise StatehouseError(f"{unit.uri}: none of the sequences chosen for calibration can be extracted")
-        self._writer(unit.uri).calibrate(np.concatenate(bits))
+        self._writer(unit.uri).calibrate(np.concatenate([self._stored(one) for one in bits]))
         self._stages.take()  # it comes before the clock of the filling starts
         return Outcome()
 
@@ -166,7 +169,7 @@ class ReplicaActor:
                 raise ReplicaFailed(why)  # it is replaced, and the unit goes on without
             return f"transformers beside the only replica: {why}", None
         by = f"{about['engine']} {about['engine_version']} on {socket.gethostname()}, pid {os.getpid()}"
-        return None, Reference(by, states)
+        return None, Reference(by, {row: self._stored(bits) for row, bits in states.items()})
 
     def _forward_beside(self, token_ids: Sequence[np.ndarray]) -> tuple[list[Forwarded], dict[str, Any]]:
         """By transformers on the CPU, started when first needed."""
@@ -199,6 +202,7 @@ class ReplicaActor:
         states = {row: self._bits(one) for row, one in forwarded.items()}
         if bad := _not_finite(states):
             return Outcome(None, bad)
+        states = {row: self._stored(bits) for row, bits in states.items()}
         check = self._check(unit, states, reference)
         with self._stages.at("encode"):
             bits, teacher = self._joined(unit, states), self._summary(unit, forwarded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from ray_jobs import worker
 from ray_jobs.policies import Outcome
 from ray_jobs.recipe import load_recipe
 from ray_jobs.replicas import open_replica
-from ray_jobs.replicas.replica import ReplicaConfig
-from ray_jobs.units import ProbeUnit
+from ray_jobs.replicas.replica import Forwarded, ReplicaConfig
+from ray_jobs.units import CalibrationUnit, ExtractUnit, ProbeUnit
 from ray_jobs.worker import _not_finite
 from storage import open_dataset
 from storage.errors import ReplicaFailed
@@ -113,3 +114,28 @@ def test_the_replica_whose_reference_states_are_not_finite_is_the_one_that_fails
     bad = np.array([901, 5, 6], np.int32)
     with pytest.raises(ReplicaFailed, match="its reference states are not finite: 1 of 768 values"):
         actor.reference(ProbeUnit((3,), [bad]))
+
+
+def test_a_final_state_that_is_not_finite_is_noticed_where_it_is_not_stored(tmp_path: Path) -> None:
+    actor = actor_of(tmp_path, layers="aux", teacher="topk(4)")
+    forward = actor._replica.forward
+
+    def spoilt(batch: Sequence[np.ndarray]) -> list[Forwarded]:
+        states = [one.states.copy() for one in forward(batch)]
+        states[1][0, -1, 0] = np.nan
+        return [Forwarded(one) for one in states]
+
+    actor._replica.forward = spoilt  # type: ignore[method-assign]
+    ids = [np.arange(4, dtype=np.int32), np.arange(5, dtype=np.int32)]
+    actor._writer = lambda _uri: Nothing()  # type: ignore[method-assign, assignment, return-value]
+    assert list(actor.extract(ExtractUnit("nowhere", 0, ["a", "b"], ids)).bad) == [1]
+    assert list(actor.calibrate(CalibrationUnit("nowhere", ids)).bad) == [1]
+    with pytest.raises(ReplicaFailed, match="not finite"):
+        actor.reference(ProbeUnit((0, 1), ids))
+
+
+class Nothing:
+    """A writer of a dataset that has no shard yet."""
+
+    def find(self, _shard: int, _tokens: int) -> None:
+        return None
