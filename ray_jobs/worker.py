@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter, sleep
@@ -26,7 +28,7 @@ from ray_jobs.units import CalibrationUnit, ExtractUnit, GenerateUnit, ProbeUnit
 from ray_jobs.verifier import resolve_verifier
 from storage.buffers import BufferPool
 from storage.errors import ReplicaFailed, StatehouseError, StoreError, StoreRefused
-from storage.objects import ObjectStore, open_store
+from storage.objects import ObjectMissing, ObjectStore, open_store
 from storage.receipt import SelfCheck
 from storage.reuse import Sources, origins
 from storage.shard import to_bits
@@ -87,7 +89,7 @@ class ReplicaActor:
 
     def _writer(self, uri: str) -> ShardWriter:
         if uri not in self._writers:
-            self._writers[uri] = ShardWriter.from_uri(uri)
+            self._writers[uri] = self._patiently(uri, lambda: ShardWriter.from_uri(uri))
         return self._writers[uri]
 
     # ---- the engine ----
@@ -130,7 +132,8 @@ class ReplicaActor:
             return Outcome(None, bad)
         if not bits:
             raise StatehouseError(f"{unit.uri}: none of the sequences chosen for calibration can be extracted")
-        self._writer(unit.uri).calibrate(np.concatenate([self._stored(one) for one in bits]))
+        writer, sample = self._writer(unit.uri), np.concatenate([self._stored(one) for one in bits])
+        self._patiently(unit.uri, lambda: writer.calibrate(sample))
         self._stages.take()  # it comes before the clock of the filling starts
         return Outcome()
 
@@ -241,7 +244,8 @@ class ReplicaActor:
             try:
                 return work()
             except StoreError as error:
-                if isinstance(error, StoreRefused) or "://" not in uri or perf_counter() + wait > until:
+                lasting = isinstance(error, StoreRefused | ObjectMissing) or "://" not in uri
+                if lasting or perf_counter() + wait > until:
                     raise
             sleep(wait)
             wait = min(2 * wait, 15.0)
@@ -264,8 +268,8 @@ class ReplicaActor:
             low += len(ids)
             if at in states:
                 rows[:] = states[at]
-            elif at in unit.known:
-                self._sources.read(unit.known[at], rows)
+            elif (place := unit.known.get(at)) is not None:
+                self._patiently(place.uri, partial(self._sources.read, place, rows))
             else:
                 rows[:] = BF16_NAN
         return bits
@@ -279,7 +283,12 @@ class ReplicaActor:
         ]
         given = [part for part in parts if part is not None]
         lengths = [len(ids) for ids in unit.token_ids]
-        return self._sources.complete_teacher(lengths, unit.known, self._teacher, join(given) if given else None)
+        made = join(given) if given else None
+        places = [place.uri for place in unit.known.values()]
+        return self._patiently(
+            places[0] if places else unit.uri,
+            lambda: self._sources.complete_teacher(lengths, unit.known, self._teacher, made),
+        )
 
     def generate(self, unit: GenerateUnit) -> Outcome:
         """Answers the prompts of a unit and stores them, or adopts what another driver stored meanwhile.
@@ -292,7 +301,8 @@ class ReplicaActor:
         outcome = self._answer(unit, store)
         if not outcome.bad:
             self._patiently(unit.uri, lambda: answers.commit(store, unit, outcome.value))
-            answers.clear_parts(store, unit.key)
+            with contextlib.suppress(StoreError):  # they are of no use any more; the job clears what is left
+                answers.clear_parts(store, unit.key)
         return outcome
 
     def _answer(self, unit: GenerateUnit, store: ObjectStore) -> Outcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import tiny_run
 
-from ray_jobs import worker
+from ray_jobs import answers, worker
 from ray_jobs.policies import Outcome
 from ray_jobs.recipe import load_recipe
 from ray_jobs.replicas import open_replica
-from ray_jobs.replicas.replica import Forwarded, ReplicaConfig
-from ray_jobs.units import CalibrationUnit, ExtractUnit, ProbeUnit
+from ray_jobs.replicas.replica import Forwarded, ReplicaConfig, Sampling
+from ray_jobs.units import CalibrationUnit, ExtractUnit, GenerateUnit, ProbeUnit
 from ray_jobs.worker import _not_finite
 from storage import open_dataset
-from storage.errors import ReplicaFailed
+from storage.errors import ReplicaFailed, StoreError
+from storage.objects import ObjectMissing, open_store
+from storage.reuse import Place
 
 
 def test_every_bit_pattern_is_told_finite_or_not() -> None:
@@ -139,3 +141,62 @@ class Nothing:
 
     def find(self, _shard: int, _tokens: int) -> None:
         return None
+
+
+class Away:
+    """What fails twice with an error of the store, and then does it; and the rest of what a worker asks of a store."""
+
+    def __init__(self, does: Callable[..., Any] = lambda *_: None) -> None:
+        self.does, self.tries = does, 0
+
+    def __call__(self, *given: Any) -> Any:
+        self.tries += 1
+        if self.tries <= 2:
+            raise StoreError("connection refused")
+        return self.does(*given)
+
+
+def test_whatever_a_replica_asks_of_a_store_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, uri = actor_of(tmp_path), "s3://elsewhere/dataset"
+    monkeypatch.setattr(worker, "sleep", lambda _seconds: None)
+    writer = Nothing()
+    opened = Away(lambda _uri: writer)
+    monkeypatch.setattr(worker.ShardWriter, "from_uri", opened)
+    writer.calibrate = calibrated = Away()  # type: ignore[attr-defined]
+    ids = [np.arange(4, dtype=np.int32), np.arange(5, dtype=np.int32)]
+    assert actor.calibrate(CalibrationUnit(uri, ids)) == Outcome()
+    assert (opened.tries, calibrated.tries) == (3, 3)
+
+    def read(_place: Place, out: np.ndarray) -> None:
+        out[:] = 7
+
+    actor._sources.read = copied = Away(read)  # type: ignore[method-assign, assignment]
+    unit = ExtractUnit(uri, 0, ["a", "b"], ids, {1: Place(uri, "f", 0, "b")})
+    bits = actor._joined(unit, {0: np.zeros((4, 4, 64), np.uint16)})
+    assert copied.tries == 3
+    assert bits[:4].max() == 0
+    assert (bits[4:] == 7).all()
+
+    actor._sources.read = missing = Away()  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(missing, "tries", 2)
+    missing.does = Raises(ObjectMissing("no object"))
+    with pytest.raises(ObjectMissing):  # it will not come
+        actor._joined(unit, {0: np.zeros((4, 4, 64), np.uint16)})
+    assert missing.tries == 3
+
+
+class Raises:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: Any) -> None:
+        raise self.error
+
+
+def test_a_stored_unit_is_stored_whatever_becomes_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = actor_of(tmp_path)
+    monkeypatch.setattr(answers, "clear_parts", Raises(StoreError("connection refused")))
+    prompt = np.array([3, 5, 6], np.int32)
+    unit = GenerateUnit(str(tmp_path / "inputs"), "key", ["p"], [prompt], [Sampling()], [None], ["h"])
+    assert list(actor.generate(unit).value) == [0]
+    assert answers.find(open_store(unit.uri), unit) is not None
