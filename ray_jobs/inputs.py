@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from ray_jobs.answers import QUARANTINED, RESPONSES, RESPONSES_SCHEMA, read_rows, response_of
 from ray_jobs.prompt_files import fingerprints
 from ray_jobs.recipe import Recipe
-from ray_jobs.replicas.replica import NEUTRAL_ARGUMENTS, validate_layers
+from ray_jobs.replicas.replica import NEUTRAL_ARGUMENTS, SAMPLED, SGLANG_MARGIN, validate_layers
 from ray_jobs.thinking import Response
 from ray_jobs.verifier import (
     default_capture_layers,
@@ -86,12 +86,20 @@ def _require_room(recipe: Recipe, folder: str) -> None:
     limits = {
         "the verifier's max_position_embeddings": text_config(read_config(Path(folder))).get("max_position_embeddings")
     }
-    if config.engine == "sglang" and config.gpus == 0:
-        limits["extraction.replica.max_total_tokens"] = config.max_total_tokens
+    spare = SAMPLED
+    if config.engine == "sglang":
+        spare += SGLANG_MARGIN
+        for name in ("context_length", "max_total_tokens"):
+            limits[f"extraction.replica.args.{name}"] = config.args.get(name)
+        if "context_length" in config.args:  # it counts in the place of the verifier's own
+            limits.pop("the verifier's max_position_embeddings")
+        if config.gpus == 0 and "max_total_tokens" not in config.args:
+            limits["extraction.replica.max_total_tokens"] = config.max_total_tokens
     for name, limit in limits.items():
-        if isinstance(limit, int) and recipe.dataset.max_length >= limit:  # one token is sampled behind a prefill
+        if isinstance(limit, int) and recipe.dataset.max_length > limit - spare:
             raise RecipeError(
-                f"dataset.max_length is {recipe.dataset.max_length:,}, which must be below {name}, {limit:,}; lower it"
+                f"dataset.max_length is {recipe.dataset.max_length:,}; expected at most {limit - spare:,}: {name} is {limit:,}, "
+                f"of which {config.engine} keeps {spare}; lower dataset.max_length"
             )
 
 

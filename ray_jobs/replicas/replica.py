@@ -36,6 +36,11 @@ CAPTURE_ARGUMENTS = {
 }
 
 
+# Of min(context, KV cache), what SGLang 0.5.23 takes no prompt into: 1 and 5 more (`max_req_input_len`).
+SGLANG_MARGIN = 6
+# An engine samples one token behind each prefill.
+SAMPLED = 1
+
 # Engine arguments that do not change the states, so that a dataset may be finished with others.
 NEUTRAL_ARGUMENTS = frozenset(
     {

@@ -28,6 +28,7 @@ from drafter.errors import DrafterError
 from drafter.layer_ids import sglang_ids
 from ray_jobs.replicas.engine_process import EngineProcess
 from ray_jobs.replicas.replica import (
+    SAMPLED,
     Forwarded,
     Generation,
     Heard,
@@ -183,7 +184,7 @@ class SGLangReplica(Replica):
 
     @property
     def longest(self) -> int:
-        return self._running().max_length - 1  # one token is sampled behind each
+        return self._running().max_length - SAMPLED
 
     def forward(self, batch: Sequence[np.ndarray]) -> list[Forwarded]:
         engine = self._running()

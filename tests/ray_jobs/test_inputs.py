@@ -77,7 +77,7 @@ def test_nonsense_in_the_summary_is_an_error_of_ours(ready: Recipe) -> None:
     [
         ({"extraction": {"capture_layers": [1, 3, 7]}}, r"cannot capture layers \[1, 3, 7\]"),
         ({"extraction": {"capture_layers": [3, 1]}}, r"cannot capture layers \[3, 1\]"),
-        ({"dataset": {"max_length": 2048}}, "must be below the verifier's max_position_embeddings, 2,048"),
+        ({"dataset": {"max_length": 2048}}, "expected at most 2,047: the verifier's max_position_embeddings is 2,048"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_before_anything_is_written(
@@ -85,6 +85,24 @@ def test_what_the_engine_cannot_do_is_refused_before_anything_is_written(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         open_verifier(load_recipe(recipe(**section)))
+
+
+def test_sglang_keeps_seven_tokens_of_its_context_and_of_its_cache(recipe: Make) -> None:
+    """Its `max_req_input_len` is min(context, cache) - 6, in 0.5.23, and one token is sampled behind each."""
+
+    def opened(length: int, **replica: object) -> None:
+        open_verifier(
+            load_recipe(recipe(dataset={"max_length": length}, extraction={"replica": {"engine": "sglang", **replica}}))
+        )
+
+    opened(2041)
+    with pytest.raises(RecipeError, match=r"expected at most 2,041: .* is 2,048, of which sglang keeps 7"):
+        opened(2042)
+    opened(993, max_total_tokens=1000)
+    with pytest.raises(RecipeError, match=r"at most 993: extraction\.replica\.max_total_tokens is 1,000"):
+        opened(994, max_total_tokens=1000)
+    with pytest.raises(RecipeError, match=r"at most 505: extraction\.replica\.args\.context_length is 512"):
+        opened(506, args={"context_length": 512})
 
 
 def test_engine_arguments_that_may_change_the_states_are_part_of_the_contract(recipe: Make) -> None:
