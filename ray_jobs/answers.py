@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ray_jobs.policies import first_line
 from ray_jobs.thinking import Response
 from ray_jobs.units import GenerateUnit
 from storage.contract import sha256_json
@@ -94,7 +95,7 @@ def commit(store: ObjectStore, unit: GenerateUnit, answers: Mapping[int, Respons
     if created and unit.quarantined:
         nothing = Response(np.zeros(0, np.int32), QUARANTINED)
         rows = [
-            {**_row(unit, at, nothing), "reason": unit.quarantined[at].splitlines()[0][:300]}
+            {**_row(unit, at, nothing), "reason": first_line(unit.quarantined[at])[:300]}
             for at in sorted(unit.quarantined)
         ]
         store.create(f"{RESPONSES}/{unit.key}.{QUARANTINED}.parquet", _parquet(rows))

@@ -9,6 +9,7 @@ import numpy as np
 
 from ray_jobs import job
 from ray_jobs.fill_report import FillReport
+from ray_jobs.policies import first_line
 from ray_jobs.recipe import Recipe
 from ray_jobs.self_check import chosen
 from ray_jobs.supervisor import Supervisor
@@ -79,9 +80,7 @@ def fill(
 
     def done(unit: ExtractUnit, result: dict[str, Any]) -> None:
         for row, reason in unit.quarantined.items():
-            job.log.warning(
-                "quarantined sequence=%s shard=%d reason=%s", unit.ids[row], unit.shard, reason.splitlines()[0]
-            )
+            job.log.warning("quarantined sequence=%s shard=%d reason=%s", unit.ids[row], unit.shard, first_line(reason))
         report.step(unit, result)
 
     if not ShardWriter(store, shard_identity(plan)).calibrated:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from ray_jobs import job
 from ray_jobs.answers import QUARANTINED, clear_parts, response_of, unit_key
 from ray_jobs.inputs import Inputs, Verifier, generated_table, open_verifier, prompt_rows, sampling_hashes
+from ray_jobs.policies import first_line
 from ray_jobs.prompts import end_ids, load_tokenizer
 from ray_jobs.provenance import provenance
 from ray_jobs.recipe import Recipe
@@ -132,7 +133,7 @@ def run(recipe: Recipe, args: argparse.Namespace, replicas: Supervisor | None = 
 
     def done(unit: GenerateUnit, responses: dict[int, Response]) -> None:
         for row, reason in unit.quarantined.items():
-            job.log.warning("quarantined prompt=%s reason=%s", unit.prompt_ids[row], reason.splitlines()[0])
+            job.log.warning("quarantined prompt=%s reason=%s", unit.prompt_ids[row], first_line(reason))
         unit_counts = tally(responses.values(), ends)
         counts.update(unit_counts, quarantined=len(unit.quarantined))
         told: dict[str, object] = {

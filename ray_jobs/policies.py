@@ -123,3 +123,8 @@ class Step:
     actions: tuple[Action, ...]
     over: bool = False
     failed: str | None = None
+
+
+def first_line(reason: str) -> str:
+    """Of a reason that may show an engine's log below, for a log line or a receipt; never empty."""
+    return next((line.strip() for line in reason.splitlines() if line.strip()), "no reason given")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ray_jobs import job
-from ray_jobs.policies import Call, Done, Kill, Outcome, Policies, Restart, Start, Straggler
+from ray_jobs.policies import Call, Done, Kill, Outcome, Policies, Restart, Start, Straggler, first_line
 from ray_jobs.recipe import ExtractionConfig
 from ray_jobs.scheduling import Scheduler
 from storage.errors import ReplicaFailed, StatehouseError
@@ -22,6 +22,8 @@ _PATIENCE_S = 15.0
 _TICK_S = 1.0
 _HEALTH_EVERY_S = 10.0
 _PLACES_EVERY_S = 2.0
+# Of a start, what comes before and behind the engine's own: the process, its packages, the verifier's folder, the canary.
+_AROUND_START_S = 300.0
 
 
 def require_resources(config: ExtractionConfig) -> None:
@@ -39,13 +41,14 @@ def require_resources(config: ExtractionConfig) -> None:
 
 @dataclass
 class _Live:
-    """A replica that was started. placed: whether a node has room for it. asked: when the open health check was sent."""
+    """A replica that was started. placed: when it was known that a node has room for it. asked: when the open health check was
+    sent."""
 
     generation: int
     actor: Any
     group: Any
     began: float
-    placed: bool = False
+    placed: float | None = None
     ready: bool = False
     asked: float | None = None
     answered: float = 0.0
@@ -194,7 +197,7 @@ class Supervisor:
             live = self._live[action.slot] = self._start(action.generation)
             self._waiting[live.actor.describe.remote()] = _Waiting(action.slot, action.generation, "start")
         elif isinstance(action, Kill):
-            job.log.warning("replica replaced slot=%d reason=%s", action.slot, _first(action.reason))
+            job.log.warning("replica replaced slot=%d reason=%s", action.slot, first_line(action.reason))
             self._kill(action.slot)
         else:
             self._call(action, method)
@@ -202,7 +205,7 @@ class Supervisor:
     def _start(self, generation: int) -> _Live:
         now = time.monotonic()
         if self.bundle is None:
-            return _Live(generation, self.make_actor({}), None, now, placed=True)
+            return _Live(generation, self.make_actor({}), None, now, placed=now)
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -248,9 +251,9 @@ class Supervisor:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, StatehouseError) and not isinstance(error.cause, ReplicaFailed):
                 raise error.cause from None
-            reason = str(error.cause or error)
+            reason = reason_of_call(error.cause or error)
             if current and about.checked and isinstance(error.cause, ray.exceptions.ObjectLostError):
-                job.log.warning("self-check left out reason=%s", _first(reason))
+                job.log.warning("self-check left out reason=%s", first_line(reason))
                 scheduler.lost(about.slot, about.generation, about.task)
             elif current and about.kind not in ("start", "health"):
                 scheduler.failure(about.slot, about.generation, about.task, reason)
@@ -287,10 +290,14 @@ class Supervisor:
             scheduler.result(about.slot, about.generation, about.task, outcome)
 
     def _ask_health(self, scheduler: Scheduler) -> None:
-        """A process that is there and does nothing (stopped, swapped out) is no engine that computes for long."""
+        """A process that is there and does nothing (stopped, swapped out) is no engine that computes, or starts, for long."""
         now = time.monotonic()
+        replica = self.config.replica
+        most = replica.start_timeout_s + replica.request_timeout_s + _AROUND_START_S
         for slot, live in list(self._live.items()):
             if not live.ready:
+                if live.placed is not None and now - live.placed > most:
+                    scheduler.death(slot, live.generation, f"it did not start within {most:.0f} s")
                 continue
             if live.asked is None and now - live.answered > _HEALTH_EVERY_S:
                 live.asked = now
@@ -306,11 +313,12 @@ class Supervisor:
         if now - self._looked < _PLACES_EVERY_S:
             return
         self._looked = now
-        unknown = [live for live in self._live.values() if not live.placed]
+        unknown = [live for live in self._live.values() if live.placed is None]
         created = _created_groups() if unknown else set()
         for live in unknown:
-            live.placed = live.ready or live.group.id.hex() in created
-        waiting = [slot for slot, live in self._live.items() if not live.placed]
+            if live.ready or live.group.id.hex() in created:
+                live.placed = now
+        waiting = [slot for slot, live in self._live.items() if live.placed is None]
         if len(waiting) < len(self._live) or not waiting:
             self._placed = now
         longest = max((now - self._live[slot].began for slot in waiting), default=0.0)
@@ -369,8 +377,12 @@ def _remove_group(group: Any) -> None:
         remove_placement_group(group)
 
 
-def _first(text: str) -> str:
-    return text.splitlines()[0] if text else text
+def reason_of_call(error: BaseException) -> str:
+    """What a failed call said, never nothing; its kind, too, unless it is one of ours."""
+    text = str(error).strip()
+    if isinstance(error, ReplicaFailed) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def reason_of(error: Exception) -> str:

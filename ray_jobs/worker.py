@@ -16,7 +16,7 @@ import numpy as np
 
 from ray_jobs import answers
 from ray_jobs.inputs import Verifier
-from ray_jobs.policies import Outcome
+from ray_jobs.policies import Outcome, first_line
 from ray_jobs.recipe import Recipe
 from ray_jobs.replicas import open_replica
 from ray_jobs.replicas.replica import Forwarded, Replica, ReplicaConfig, validate_ids, validate_prompts
@@ -210,7 +210,7 @@ class ReplicaActor:
         with self._stages.at("encode"):
             bits, teacher = self._joined(unit, states), self._summary(unit, forwarded)
         del states, forwarded
-        quarantined = {unit.ids[row]: reason.splitlines()[0][:300] for row, reason in unit.quarantined.items()}
+        quarantined = {unit.ids[row]: first_line(reason)[:300] for row, reason in unit.quarantined.items()}
         written = self._patiently(
             unit.uri,
             lambda: writer.write(

@@ -105,6 +105,14 @@ def test_of_two_drivers_the_first_counts_and_the_other_adopts_it(tmp_path: Path)
     assert len(store.sizes("responses")) == 1  # nobody quarantined what was answered
 
 
+@pytest.mark.parametrize(("why", "kept"), [("", "no reason given"), ("it died\n  log", "it died")])
+def test_a_quarantined_prompt_has_a_reason_of_one_line(tmp_path: Path, why: str, kept: str) -> None:
+    store, unit = LocalStore(tmp_path), unit_of(tmp_path, 1)
+    commit(store, unit.without({0: why}), {})
+    (key,) = store.sizes("responses")
+    assert [row["reason"] for row in answers.read_rows(store, key)] == [kept]
+
+
 def damaged_or_equal(store: LocalStore, key: str, files: list[bytes], unit: GenerateUnit) -> int:
     """How many of the files are refused; the others must say the same answers."""
     refused = 0
