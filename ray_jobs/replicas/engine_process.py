@@ -297,24 +297,36 @@ def _private_folder() -> tuple[IO[str], Path]:
 
 
 def _new_log_file() -> Path:
-    """$STATEHOUSE_LOG_DIR, else <tmp>/statehouse-logs; kept after the engine's end."""
-    folder = Path(os.environ.get("STATEHOUSE_LOG_DIR") or Path(tempfile.gettempdir()) / "statehouse-logs")
+    """$STATEHOUSE_LOG_DIR, else <tmp>/statehouse-logs-<user>; kept after the engine's end."""
+    folder = Path(os.environ.get("STATEHOUSE_LOG_DIR") or _users_folder("logs"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"sglang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(2)}.log"
 
 
+def _users_folder(what: str) -> Path:
+    """Of this user: another one's could not be written to."""
+    return Path(tempfile.gettempdir()) / f"statehouse-{what}-{os.getuid()}"
+
+
 def _take_ports(ports: str, count: int) -> list[tuple[int, IO[str]]]:
-    """`count` free ports of the range, each with a lock held open, so that two replicas starting here differ."""
-    folder = Path(tempfile.gettempdir()) / "statehouse-ports"
-    folder.mkdir(exist_ok=True)
+    """`count` free ports of the range, each with a lock held open, so that two replicas starting here differ.
+
+    Another user's replicas have other locks; a port that is bound says enough of those that have started.
+    """
+    folder = _users_folder("ports")
     taken: list[tuple[int, IO[str]]] = []
+    no_lock: OSError | None = None
+    locked = False
     for port in parse_ports(ports):
         if len(taken) == count:
             break
         try:
+            folder.mkdir(exist_ok=True)
             lock: IO[str] = open(folder / f"{port}.lock", "w")  # noqa: SIM115 - held while the replica lives
-        except OSError:
-            continue  # another user's
+        except OSError as error:
+            no_lock = error
+            continue
+        locked = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with socket.socket() as probe:
@@ -325,6 +337,11 @@ def _take_ports(ports: str, count: int) -> list[tuple[int, IO[str]]]:
     if len(taken) < count:
         for _, lock in taken:
             lock.close()
+        if no_lock is not None and not locked:
+            raise ReplicaFailed(
+                f"no port can be taken: {folder} holds a lock for each, and none can be written ({no_lock.strerror}); make the "
+                "folder this user's, or set TMPDIR"
+            )
         raise ReplicaFailed(
             f"no free port in {ports} (the engine takes {count}); free one, or set extraction.replica.ports=32000-32999"
         )

@@ -199,6 +199,7 @@ class SGLangReplica(Replica):
         requests = [(np.asarray(ids).tolist(), sampling) for ids in batch]
         captured = []
         for ids, reply in zip(batch, engine.ask(requests, prefix, capture=True), strict=True):
+            finish_kind(reply, engine)  # an aborted one has no handle
             handle = reply["handle"] or {"error": "no handle came back: the capture plugin is not loaded"}
             if "error" in handle:
                 raise ReplicaFailed(

@@ -1,10 +1,12 @@
 """What can be said about the SGLang replica without starting an engine."""
 
 import json
+import os
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import ml_dtypes
@@ -128,6 +130,43 @@ def test_no_free_port_is_one_clear_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ReplicaFailed, match=rf"no free port in {port}-{port} .*extraction\.replica\.ports="):
             engine_process._take_ports(f"{port}-{port}", 1)
+
+
+def test_two_users_of_one_machine_share_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("STATEHOUSE_LOG_DIR", raising=False)
+    for user in (1000, 1001):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        ((_, lock),) = engine_process._take_ports("31800-31899", 1)
+        lock.close()
+        assert engine_process._new_log_file().parent.name == f"statehouse-logs-{user}"
+    assert sorted(path.name for path in tmp_path.glob("statehouse-ports*")) == [
+        "statehouse-ports-1000",
+        "statehouse-ports-1001",
+    ]
+
+
+def test_locks_that_cannot_be_written_are_not_called_a_want_of_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"statehouse-ports-{os.getuid()}"
+    folder.touch()  # no folder at all: the mode of one says nothing to root
+    with pytest.raises(ReplicaFailed, match=rf"{folder} holds a lock for each, and none can be written .*TMPDIR"):
+        engine_process._take_ports("31800-31899", 1)
+
+
+def test_an_aborted_prefill_is_told_in_the_engines_words(verifier_folder: Path) -> None:
+    class Engine:
+        log_file = "engine.log"
+
+        def ask(self, *_given: object, **_more: object) -> list[dict[str, object]]:
+            reason = {"type": "abort", "message": "out of memory"}
+            return [{"handle": None, "finish_reason": reason, "output_ids": []}]
+
+    replica = SGLangReplica(ReplicaConfig(), verifier_folder, (1, 3))
+    with pytest.raises(ReplicaFailed, match=r"SGLang aborted a request: out of memory; log engine\.log"):
+        replica._capture(Engine(), [np.arange(3)], "prefill-")  # type: ignore[arg-type]
 
 
 def test_a_dead_owners_shared_memory_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
