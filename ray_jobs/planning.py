@@ -78,12 +78,16 @@ def sequence_lengths(recipe: Recipe) -> Lengths:
             lengths[key], ids[key] = length, key
         elif key not in responses:
             waiting += 1
-            lengths[key], ids[key] = length + recipe.generation.max_new_tokens, None
+            lengths[key], ids[key] = length + _longest_response(recipe, prompt), None
         elif len(responses[key].token_ids):  # neither empty nor given up
             lengths[key], ids[key] = length + len(responses[key].token_ids), answered(prompt, responses[key]).id
         sources[key] = prompt["source"]
     basis = f"{len(prompts):,} prepared prompts" + (f", {waiting:,} responses at their longest" if waiting else "")
     return _lengths(recipe, lengths, basis, ids, sources)
+
+
+def _longest_response(recipe: Recipe, prompt: dict[str, Any]) -> int:
+    return recipe.generation.of(prompt["source"]).max_new_tokens
 
 
 def _lengths(
@@ -108,7 +112,7 @@ def _tokenised_now(recipe: Recipe, verifier: Verifier) -> Lengths:
                 rejects += 1
             else:
                 open_ = row["kind"] == "generate"
-                lengths[row["id"]] = len(row["token_ids"]) + (recipe.generation.max_new_tokens if open_ else 0)
+                lengths[row["id"]] = len(row["token_ids"]) + (_longest_response(recipe, row) if open_ else 0)
                 ids[row["id"]] = None if open_ else row["id"]
                 sources[row["id"]] = row["source"]
     if not lengths:

@@ -11,6 +11,7 @@ from tiny_run import composed
 
 from ray_jobs.answers import commit, unit_key
 from ray_jobs.inputs import Inputs, make_contract, open_verifier, sampling_hash
+from ray_jobs.planning import sequence_lengths
 from ray_jobs.recipe import Recipe, load_recipe
 from ray_jobs.replicas.replica import Sampling
 from ray_jobs.thinking import Response
@@ -139,6 +140,16 @@ def test_responses_drawn_with_other_settings_are_other_responses(ready: Recipe) 
     assert sampling_hash(hotter, verifier) != sampling_hash(ready, verifier)
     store(inputs, sampling_hash(hotter, verifier), {"p": ([1], "stop")})
     assert inputs.read_responses({"p": sampling_hash(ready, verifier)}) == {}
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_the_plan_counts_with_the_longest_response_of_each_source(recipe: Make, prepared: Prepared, done: bool) -> None:
+    def total(**more: object) -> int:
+        path = recipe([{"prompt": f"Question {n}?"} for n in range(4)], generation={"max_new_tokens": 8, **more})
+        made = load_recipe(prepared(path) if done else path)
+        return int(sequence_lengths(made).tokens.sum())
+
+    assert total(sources={"numbers": {"max_new_tokens": 20}}) == total() + 4 * 12
 
 
 def test_a_damaged_response_file_is_named(ready: Recipe) -> None:
