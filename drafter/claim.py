@@ -64,7 +64,9 @@ def finished(request: Request, sources: Sources) -> dict[str, Any] | None:
 
 
 def drafter_config(request: Request, sources: Sources, weights: VerifierWeights) -> DrafterConfig:
-    """The drafter that is asked for. Raises DrafterError when there can be none such, or none that SGLang serves."""
+    """The drafter that is asked for. Raises DrafterError when there can be none such, or none that SGLang serves, or when
+    the dataset's final states cannot be read.
+    """
     layers, changed = sources.dataset.contract.capture_layers, request.drafter.config
     config = follow(weights.config, sources.vocabulary.size, layers, changed)
     contract = sources.dataset.contract
@@ -84,6 +86,7 @@ def drafter_config(request: Request, sources: Sources, weights: VerifierWeights)
         )
     require_servable(config)
     layer_ids(request, config, weights)
+    weights.final_norm(contract, sources.dataset.uri)
     return config
 
 

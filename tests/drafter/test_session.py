@@ -11,6 +11,7 @@ import torch
 from tiny import HIDDEN, VOCAB
 from tiny_training import USED, Tiny, changed, exported, make_dataset, make_sequences, whole_run
 
+from drafter.claim import drafter_config
 from drafter.errors import DrafterError
 from drafter.export import load_sglang
 from drafter.run import Run
@@ -53,7 +54,7 @@ def test_a_run_norms_final_states_that_were_stored_before_the_norm(tiny: Tiny, t
     try:
         config.write_text(kept.replace('"llama"', '"gemma2"'))
         with pytest.raises(DrafterError, match="type gemma2, which has no plain RMSNorm at its end, found pre_norm"):
-            Session(request, Team())
+            drafter_config(request, open_sources(request), read_verifier_weights(tiny.verifier))  # before a run is made
     finally:
         config.write_text(kept)
 
