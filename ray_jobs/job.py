@@ -62,7 +62,7 @@ def main(arguments: argparse.ArgumentParser, run: Callable[[Recipe, argparse.Nam
 
             print_plan(recipe)
         else:
-            _require_lasting(recipe.dataset.uri)
+            _require_lasting(recipe)
             run(recipe, args)
     except StatehouseError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -105,13 +105,26 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _require_lasting(uri: str) -> None:
-    """A submitted job runs in a copy of the working directory that Ray deletes: a relative folder would be lost."""
-    if _submitted() and "://" not in uri and not os.path.isabs(uri):
-        raise RecipeError(
-            f"dataset.uri {uri!r} is relative to a folder that Ray deletes after the job; "
-            "give an object-store URI, or an absolute folder that all nodes share"
-        )
+def _require_lasting(recipe: Recipe) -> None:
+    """A submitted job runs in a copy of the working directory that Ray deletes: a relative folder would be lost there,
+    or not found by the next job. (Prompts and lists of ids travel with it.) Runs lie beside dataset.uri.
+    """
+    if not _submitted():
+        return
+    named: list[tuple[str, str | None]] = [
+        ("dataset.uri", recipe.dataset.uri),
+        ("training.draft_vocabulary", recipe.training.draft_vocabulary),
+        ("drafter.start_from", recipe.drafter.start_from),
+        *(("dataset.reuse", uri) for uri in recipe.dataset.reuse),
+        *(("vocab.datasets", uri) for uri in recipe.vocab.datasets),
+        *(("training.datasets", one.uri) for one in recipe.training.datasets),
+    ]
+    for key, uri in named:
+        if uri is not None and "://" not in uri and not os.path.isabs(os.path.expanduser(uri)):
+            raise RecipeError(
+                f"{key} {uri!r} is relative to a folder that Ray deletes after the job; "
+                "give an object-store URI, or an absolute folder that all nodes share"
+            )
 
 
 def _submitted() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ray_jobs import job
 from ray_jobs.planning import estimate, print_plan, sequence_lengths
 from ray_jobs.prompt_files import fingerprints
 from ray_jobs.provenance import redact
@@ -188,3 +189,29 @@ def test_prompt_files_of_two_copies_of_a_working_folder_have_the_same_fingerprin
         found.append(fingerprints(load_recipe("recipes/smollm2.yaml")))
     assert found[0] == found[1]
     assert "prompts/code.jsonl" in found[0]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "dataset.uri=states",
+        "training.draft_vocabulary=out/vocab",
+        "drafter.start_from=out/drafter",
+        "training.datasets=[{uri: out/more}]",
+        "vocab.datasets=[out/more]",
+        "dataset.reuse=[out/more]",
+    ],
+)
+def test_a_submitted_job_is_refused_a_folder_that_ray_deletes(
+    written: Any, override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _, value = override.partition("=")
+    lasting = ["dataset.uri=s3://bucket/states", override]
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(RecipeError, match=f"{key} '.*' is relative to a folder that Ray deletes"):
+        job._require_lasting(load_recipe(written(), lasting))
+    for elsewhere in ("s3://bucket/", "/shared/", "~/"):
+        there = value.replace("out/", elsewhere).replace("states", f"{elsewhere}states")
+        job._require_lasting(load_recipe(written(), ["dataset.uri=s3://bucket/states", f"{key}={there}"]))
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    job._require_lasting(load_recipe(written(), lasting))
