@@ -160,6 +160,9 @@ class TrainingSection(BaseModel):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     # For the hours that --plan prints: tokens that one worker trains on in a second, where that is known.
     tokens_per_second: float | None = Field(default=None, gt=0)
+    # Seconds for which workers wait for one another in a sum; at the start, for the one whose node is still fetching the
+    # verifier. (A worker that dies is seen at once, whatever this is.)
+    collective_timeout_s: int = Field(default=7200, gt=0)
     # Times that lost workers are started again, from the newest checkpoint, before the job fails.
     max_failures: int = Field(default=3, ge=0)
 
@@ -172,6 +175,8 @@ class TrainingSection(BaseModel):
                 f"max_length is {self.max_length}, above micro_batch_tokens, {self.micro_batch_tokens}: one of its "
                 "sequences would fit into none"
             )
+        if self.export == "best" and not self.keep_best:
+            raise ValueError("export is best, and keep_best is false: the best checkpoint would be gone; keep it")
         if self.optimizer == "muon" and self.parallel == "shard":
             raise ValueError("optimizer muon needs whole matrices: set parallel=replicate, or optimizer=adamw")
         return self
@@ -187,5 +192,5 @@ _HOW_IT_RUNS = (
     "run", "workers", "min_workers", "gpus_per_worker", "cpus_per_worker", "parallel", "datasets", "draft_vocabulary",
     "micro_batch_tokens", "recompute", "compile", "max_skipped", "bad_shards", "loader", "evaluate_every", "patience",
     "checkpoint_every", "keep_checkpoints", "keep_best", "export", "trackers", "max_failures",
-    "tokens_per_second",
+    "tokens_per_second", "collective_timeout_s",
 )  # fmt: skip

@@ -61,7 +61,10 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "drafter": DrafterSection, "training": TrainingSection, "evaluation": _Evaluation,
 }  # fmt: skip
 # Keys of `training` that only a job of several workers reads.
-_OF_JOBS = ("workers", "min_workers", "gpus_per_worker", "max_failures", "parallel", "tokens_per_second")
+_OF_JOBS = (
+    "workers", "min_workers", "gpus_per_worker", "max_failures", "parallel", "tokens_per_second",
+    "collective_timeout_s",
+)  # fmt: skip
 # What is no setting here, and what takes its place: of the first two only where there is no recipe.
 _UNUSED = {
     "training.run": "--run", "training.draft_vocabulary": "--draft-vocab",

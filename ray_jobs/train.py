@@ -174,6 +174,7 @@ def require_resources(settings: TrainingSection) -> None:
             f"training.workers is {settings.workers}, each needs {settings.cpus_per_worker} CPUs and "
             f"{settings.gpus_per_worker} GPUs, but the cluster has {cpus:g} CPUs and {gpus:g} GPUs: {fit} fit; add nodes, "
             f"or set training.workers={max(1, fit)}"
+            + (f" and training.min_workers={max(1, fit)}" if settings.min_workers else "")
             + ("" if fit else " and lower training.gpus_per_worker or .cpus_per_worker")
         )
 
@@ -298,7 +299,7 @@ def _relay(mailbox: Any, until: threading.Thread | float) -> None:
 def _trainer(recipe: Recipe, config: dict[str, Any]) -> Any:
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", _HEALTH_CHECK_S)
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
     settings = recipe.training
@@ -308,6 +309,7 @@ def _trainer(recipe: Recipe, config: dict[str, Any]) -> Any:
     return TorchTrainer(
         _work,
         train_loop_config=config,
+        torch_config=TorchConfig(timeout_s=settings.collective_timeout_s),
         scaling_config=ScalingConfig(
             # As many as fit, at least min_workers: Ray Train starts them anew when nodes go or come.
             num_workers=(settings.min_workers, settings.workers) if settings.min_workers else settings.workers,

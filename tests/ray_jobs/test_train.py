@@ -295,6 +295,13 @@ class TestBadInput(NoRay):
         assert "training.micro_batch_tokens is 20" in refused("training.micro_batch_tokens=20")
 
 
+def test_workers_wait_for_one_whose_node_fetches_the_verifier(tiny: Tiny, tmp_path: Path) -> None:
+    path = write_recipe(tiny, tmp_path / "recipe.yaml")
+    for more, seconds in ([], 7200), (["training.collective_timeout_s=60"], 60):
+        trainer = train_job._trainer(load_recipe(path, more), {})
+        assert trainer.backend_config.timeout_s == seconds
+
+
 def test_the_plan_of_the_recipe_for_kimi(capsys: pytest.CaptureFixture[str]) -> None:
     from ray_jobs.planning import estimate, print_plan
 
