@@ -9,7 +9,8 @@ from drafter.config import DrafterConfig, follow
 from drafter.errors import DrafterError
 from drafter.export import require_servable
 from drafter.layer_ids import family, sglang_ids
-from drafter.run import RUN, Run
+from drafter.recipe import TrainingSection
+from drafter.run import RUN, SUMMARY, Run
 from drafter.sources import Request, Sources
 from drafter.start import check_start
 from drafter.tracking import require_trackers
@@ -38,6 +39,8 @@ def claim(request: Request, sources: Sources, *, fresh: bool = False) -> dict[st
     run.claim(sources.identity(request), provenance, fresh=fresh)
     if (summary := run.summary()) is None:
         run.take_over(request.owner)
+    else:
+        _require_chosen_alike(run, summary, request.training)
     return summary
 
 
@@ -60,7 +63,42 @@ def finished(request: Request, sources: Sources) -> dict[str, Any] | None:
     if not run.store.exists(RUN):
         return None
     run.claim(sources.identity(request), request.provenance)
-    return run.summary()
+    if (summary := run.summary()) is not None:
+        _require_chosen_alike(run, summary, request.training)
+    return summary
+
+
+def _require_chosen_alike(run: Run, summary: Mapping[str, Any], settings: TrainingSection) -> None:
+    """Raises DrafterError when the finished run's drafter was chosen by settings that would have chosen another one.
+
+    They are no part of the identity, since an unfinished run may go on with others. Summaries of before do not name
+    them, but say which update was exported.
+    """
+    best = (summary.get("best") or {}).get("update")
+    updates, exported = summary.get("updates"), summary.get("exported")
+    then = dict(summary.get("chosen_by") or {})
+    if not then and exported is not None and best is not None:
+        then = {"export": "last" if exported == updates else "best"}
+    now = chosen_by(settings)
+    same = {
+        "export": best is None or best == updates,
+        "patience": not summary.get("ended_early") and settings.patience is None,
+        "bad_shards": not summary.get("bad_sequences"),
+    }
+    if said := [
+        f"training.{name}: {found} -> {now[name]}"
+        for name, found in then.items()
+        if name in now and found != now[name] and not same[name]
+    ]:
+        raise DrafterError(
+            f"{run.uri}/{SUMMARY}: this run is finished, and its drafter was chosen otherwise: {'; '.join(said)}; train "
+            f"beside it with training.run=<other name>, or start it over with --fresh"
+        )
+
+
+def chosen_by(settings: TrainingSection) -> dict[str, Any]:
+    """The settings that say which drafter a run ends with, beside those that say what is learnt."""
+    return {"export": settings.export, "patience": settings.patience, "bad_shards": settings.bad_shards}
 
 
 def drafter_config(request: Request, sources: Sources, weights: VerifierWeights) -> DrafterConfig:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from drafter.batch import PackedBatch, Planes
 from drafter.cache import cached_opener
 from drafter.checkpoint import Snapshot, Writer
-from drafter.claim import drafter_config, layer_ids
+from drafter.claim import chosen_by, drafter_config, layer_ids
 from drafter.errors import DrafterError
 from drafter.initial import new_drafter, parameter_counts
 from drafter.journal import Journal
@@ -250,6 +250,7 @@ class Session:
             "epochs": self.settings.epochs,
             **sources.counts(self.request.drafter.ttt_steps),
             "exported": progress.update,
+            "chosen_by": chosen_by(self.settings),
             "workers": self.team.world,
             "parameters": parameter_counts(self.trainer.drafter),
             "draft_vocab_size": sources.vocabulary.size,

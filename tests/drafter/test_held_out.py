@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tiny_training import Tiny, after, changed, exported, whole_run
 
+from drafter.claim import claim, finished
 from drafter.errors import DrafterError
+from drafter.recipe import TrainingSection
 from drafter.run import Run
 from drafter.session import Session
 from drafter.sources import open_sources
@@ -50,6 +53,15 @@ def test_held_out_loss_every_few_updates_and_the_best_becomes_the_drafter(tiny: 
     kept = run.checkpoints.load(best["update"], session.trainer.shapes())[1].model
     assert torch.equal(exported(request)["fc.weight"], kept["fc.weight"])
 
+    # Finished, it is not taken for one whose drafter was chosen otherwise; summaries of before do not say how it was.
+    for known in (summary, {name: one for name, one in summary.items() if name != "chosen_by"}):
+        run.put_summary(known)
+        assert claim(request, open_sources(request)) == known
+        last = changed(request, training=request.training.model_copy(update={"export": "last"}))
+        for ask in (claim, finished):
+            with pytest.raises(DrafterError, match=r"training.export: best -> last; train beside it"):
+                ask(last, open_sources(last))
+
     # With patience it ends where nothing better came for so long, also when it is stopped right there and carried on.
     early = changed(request, run=f"{tiny.root}/early", training=request.training.model_copy(update={"patience": 2}))
     ends = best["update"] + 4
@@ -59,6 +71,13 @@ def test_held_out_loss_every_few_updates_and_the_best_becomes_the_drafter(tiny: 
     assert (ended["updates"], ended["ended_early"], ended["exported"]) == (ends, True, best["update"])
     assert torch.equal(exported(early)["fc.weight"], kept["fc.weight"])
     assert summary["ended_early"] is False
+    with pytest.raises(DrafterError, match=r"training.patience: 2 -> None"):
+        claim(patient := changed(early, training=request.training), open_sources(patient))
+
+
+def test_the_best_cannot_be_exported_where_it_is_not_kept() -> None:
+    with pytest.raises(ValidationError, match="export is best, and keep_best is false"):
+        TrainingSection(export="best", keep_best=False)
 
 
 @pytest.mark.parametrize("setting", [{"export": "best"}, {"patience": 3}])
