@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from drafter.progress import evaluation_scalars, scalars
@@ -26,6 +26,12 @@ class Journal:
 
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         self._each(lambda tracker: tracker.log(entry["update"], evaluation_scalars(dict(entry))))
+
+    def resumed(self, update: int, evaluations: Iterable[Mapping[str, Any]]) -> None:
+        """The run goes on from this update. evaluations: that were made."""
+        for entry in evaluations:
+            if entry["update"] == update:
+                self._each(lambda tracker, one=entry: tracker.again(update, evaluation_scalars(dict(one))))  # type: ignore[misc]
 
     def storing(self) -> Callable[[], None]:
         """What stores all that was said until now; may run in another thread, while more is said."""

@@ -13,9 +13,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -68,6 +68,16 @@ class Counts:
     def since(self, before: Counts) -> Counts:
         then = asdict(before)
         return Counts(**{name: value - then[name] for name, value in asdict(self).items()})
+
+    def with_shared(self, now: Counts) -> Counts:
+        """These with the part of `now` that datasets and caches count, for all loaders together: what another loader
+        fetched in between is left out of what is counted since, and what this one read ahead beside it, too.
+        """
+        return replace(self, **{name: getattr(now, name) for name in _SHARED})
+
+
+# What `Loader._elsewhere` gives.
+_SHARED = ("fetched_bytes", "fetch_s", "decode_s", "cache_hits", "cache_misses")
 
 
 @dataclass
@@ -303,3 +313,14 @@ class Loader:
             coded = tuple((dataset.plan.codec, dataset.exponent_offset) for dataset in datasets)
             return Planes(*tokens, reading.states, lengths, rows, coded, reading.top_k)
         return PackedBatch.of_states(*tokens, reading.states.view(torch.bfloat16), lengths, rows, reading.top_k)
+
+
+def until(
+    leave: Callable[[], bool], batches: Iterable[PackedBatch | Planes], left: list[bool]
+) -> Iterator[PackedBatch | Planes]:
+    """The batches up to where `leave` says so, which is noted in `left` then."""
+    for batch in batches:
+        if leave():
+            left.append(True)
+            return
+        yield batch

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drafter.batch import PackedBatch, Planes
 from drafter.cache import cached_opener
 from drafter.checkpoint import Snapshot, Writer
 from drafter.claim import chosen_by, drafter_config, layer_ids
 from drafter.errors import DrafterError
 from drafter.initial import new_drafter, parameter_counts
 from drafter.journal import Journal
-from drafter.loader import Counts, Loader
+from drafter.loader import Counts, Loader, until
 from drafter.model import Drafter
 from drafter.patience import patiently
 from drafter.progress import TELEMETRY, Progress, describe, evaluation_entry, shares, update_line
@@ -33,7 +32,7 @@ from drafter.run import Run
 from drafter.sampler import Epoch, pack_rows
 from drafter.sources import Request, open_sources, open_verifier_weights
 from drafter.start import begin
-from drafter.team import Team
+from drafter.team import Stopped, Team
 from drafter.tracking import open_trackers
 from drafter.trainer import Trainer, learning_rate
 from drafter.verifier_head import VerifierHead
@@ -45,10 +44,6 @@ log = logging.getLogger("statehouse")
 Result = TypeVar("Result")
 # Seconds between two log lines.
 _LOG_EVERY_S = 5.0
-
-
-class _Stopped(Exception):
-    """Raised on all workers when any was asked to stop, between two updates."""
 
 
 def train(
@@ -128,7 +123,7 @@ class Session:
             summary = self._finish()
             self.journal.close(summary)
             return summary
-        except _Stopped:
+        except Stopped:
             if self.saved != self.progress.update:
                 self._checkpoint()
             self._checkpoint_end()
@@ -139,7 +134,7 @@ class Session:
             self.journal.close()
 
     def _updates(self, stop: Callable[[], bool]) -> None:
-        """All updates that are left, or until training.patience ends. Raises _Stopped when it is stopped on the way."""
+        """All updates that are left, or until training.patience ends. Raises Stopped when it is stopped on the way."""
         progress, settings = self.progress, self.settings
         began, seconds_before = time.monotonic(), progress.seconds
         last_line, last_update, positions, first = began, began, 0, progress.update
@@ -178,9 +173,9 @@ class Session:
                     best = self._evaluate()
                     if best and settings.keep_best:
                         self._checkpoint()
-                    last_update = time.monotonic()
+                    last_update, seen = time.monotonic(), counts.with_shared(loader.counts())
                 if stopping and progress.update < self.total:
-                    raise _Stopped
+                    raise Stopped
                 if progress.update % settings.checkpoint_every == 0 and progress.update not in (self.total, self.saved):
                     self._checkpoint()  # the last one: with the last evaluation
                 if now - last_line >= _LOG_EVERY_S or progress.update == self.total:
@@ -225,6 +220,7 @@ class Session:
                 config = {"drafter": self.request.drafter.model_dump(mode="json"), "training": self.settings.learnt()}
                 trackers = open_trackers(self.settings.trackers, run.store, self.run_id, update, config)
                 self.journal = Journal(run, lines, trackers)
+                self.journal.resumed(update, self.progress.evaluations)
         except StatehouseError as caught:
             error = caught
         except (KeyError, ValueError, TypeError) as caught_in_it:
@@ -323,7 +319,7 @@ class Session:
                     yield self.sources.training_items[part]
 
     def _evaluate(self) -> bool:
-        """The loss on the held-out sequences, if there are any; whether it is the best so far. Raises _Stopped."""
+        """The loss on the held-out sequences, if there are any; whether it is the best so far. Raises Stopped."""
         held, items = self.sources.held_items, self.sources.items
         if not len(held):
             return False
@@ -332,9 +328,9 @@ class Session:
         ]
         with self._loader(packed[self.team.rank :: self.team.world]) as loader:
             asked: list[bool] = []
-            measured = self.trainer.evaluate(self._until_asked(loader, asked), self.sources.source_of(held))
+            measured = self.trainer.evaluate(until(self.leave, loader, asked), self.sources.source_of(held))
         if self.team.from_any(bool(asked)):  # of a part of the sequences on some worker: it says nothing
-            raise _Stopped
+            raise Stopped
         entry = evaluation_entry(self.progress.update, measured)
         self.progress.evaluations.append(entry)
         self.journal.evaluation(entry)
@@ -343,14 +339,6 @@ class Session:
             self.progress.update, self.sources.sequences(held), measured.loss, shares(measured.accuracy),
         )  # fmt: skip
         return self.progress.best() is entry
-
-    def _until_asked(self, loader: Loader, asked: list[bool]) -> Iterator[PackedBatch | Planes]:
-        """The loader's batches, up to where this worker was asked to leave, which is noted then."""
-        for batch in loader:
-            if self.leave():
-                asked.append(True)
-                return
-            yield batch
 
     def _record(self, line: dict[str, Any]) -> None:
         if self.team.rank == 0:

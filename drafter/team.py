@@ -59,3 +59,7 @@ class Team:
 
 class OthersFailed(DrafterError):
     """Another worker failed, and says why."""
+
+
+class Stopped(Exception):
+    """On all workers: one of them was asked to stop, and the run is left between two updates."""

@@ -27,6 +27,9 @@ class Tracker:
     def log(self, update: int, values: Mapping[str, float]) -> None:
         """values: of this update."""
 
+    def again(self, update: int, values: Mapping[str, float]) -> None:
+        """values: logged before the run was stopped at this update, from which it is carried on."""
+
     def store(self) -> None:
         """Brings what is on this machine to where it stays."""
 
@@ -50,6 +53,9 @@ class TensorBoard(Tracker):
     def log(self, update: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, update)
+
+    def again(self, update: int, values: Mapping[str, float]) -> None:
+        self.log(update, values)  # purge_step hides what the files before have of it, which lines of a lost run need
 
     def store(self) -> None:
         self._writer.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -91,18 +93,17 @@ def test_what_goes_by_the_held_out_loss_is_refused_where_nothing_is_held_out(
 
 def test_stopped_within_an_evaluation_it_is_made_anew_and_nothing_else_differs(tiny: Tiny) -> None:
     settings: dict[str, Any] = {"epochs": 2, "evaluate_every": 3, "micro_batch_tokens": 60}
-    calls: list[int] = []
-    summary = whole_run(tiny.request("whole-eval", **settings), leave=lambda: bool(calls.append(1)))
+    calls = itertools.count()
+    summary = whole_run(tiny.request("whole-eval", **settings), leave=lambda: next(calls) < 0)
     assert summary is not None
     made = summary["evaluations"]
-    each = len(calls) // len(made)
+    each = next(calls) // len(made)
     assert each >= 2  # so it stops in the middle of one
     request = tiny.request("cut-eval", **settings)
     # In the first one, before any update; in the second, at update 3; and in the last one.
     for number, update in ((1, 0), (2, 3), (len(made) - 1, summary["updates"])):
-        asked: list[int] = []
-        at = (number - 1) * each + 2
-        assert whole_run(request, leave=lambda at=at, asked=asked: bool(asked.append(1)) or len(asked) == at) is None
+        asked = iter([False] * ((number - 1) * each + 1) + [True])
+        assert whole_run(request, leave=lambda asked=asked: next(asked)) is None
         assert Run(request.run).checkpoints.updates()[-1:] == ([update] if update else [])
     again = whole_run(request)
     assert again is not None
@@ -110,3 +111,14 @@ def test_stopped_within_an_evaluation_it_is_made_anew_and_nothing_else_differs(t
     assert [one["loss"] for one in again["evaluations"]] == [one["loss"] for one in made]
     for name, tensor in exported(tiny.request("whole-eval")).items():
         assert torch.equal(exported(request)[name], tensor)
+
+
+def test_what_an_evaluation_fetches_is_in_no_line_of_an_update(tiny: Tiny) -> None:
+    # All is read ahead within the first update: what lines after it say would be of the evaluations.
+    request = tiny.request("fetched", epochs=1, evaluate_every=1)
+    assert whole_run(request) is not None
+    often = [json.loads(line)["fetched_bytes"] for line in Run(request.run).metrics()]
+    seldom = tiny.request("fetched-once", epochs=1)
+    assert whole_run(seldom) is not None
+    once = [json.loads(line)["fetched_bytes"] for line in Run(seldom.run).metrics()]
+    assert sum(often) <= sum(once)

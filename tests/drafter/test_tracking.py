@@ -56,6 +56,25 @@ def test_tensorboard_reads_what_a_run_leaves_also_after_a_stop(tiny: Tiny) -> No
     assert {"held_out/loss", "held_out/accuracy_0", "train/lr", "train/wait_share", "train/grad_norm"} <= tags
 
 
+def test_the_held_out_point_of_the_update_that_a_run_resumes_at_is_shown(tiny: Tiny) -> None:
+    request = tiny.request("at-evaluation", epochs=1, evaluate_every=2)
+    claim(request, open_sources(request))
+    asked = iter([False, True])
+    assert train(request, stop=lambda: next(asked)) is None
+    summary = train(request)
+    assert summary is not None
+    run, shown = Run(request.run), dict[int, float]()
+    for key in sorted(run.store.sizes("tensorboard"), key=lambda name: int(name.rsplit(".", 1)[-1])):
+        for event in events(run.store.get(key)):
+            if event.HasField("session_log"):  # START: TensorBoard purges from here on
+                shown = {step: value for step, value in shown.items() if step < event.step}
+            for value in event.summary.value:
+                if value.tag == "held_out/loss":
+                    shown[event.step] = value.simple_value
+    assert shown == {one["update"]: pytest.approx(one["loss"]) for one in summary["evaluations"]}
+    assert 2 in shown
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_library_that_is_not_there_is_one_line_before_anything_starts(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str
