@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -62,6 +64,34 @@ def test_environments_results_caches_weights_and_secrets_stay_at_home(tmp_path: 
         (clone / name).write_text(name)
     names, _ = package(clone, tmp_path)
     assert names == {*travels, ".gitignore", ".rayignore"}
+
+
+def test_the_image_holds_the_code_and_neither_environments_nor_secrets() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line for line in lines if line and not line.startswith("#")]
+
+    def left_out(name: str) -> bool:
+        """Docker's rule: a path is out with any of its parents; `**/` is any folder, the root too."""
+        parts = name.split("/")
+        places = {"/".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        return any(
+            fnmatch.fnmatchcase(place.rsplit("/", 1)[-1], pattern[3:])
+            if pattern.startswith("**/")
+            else place == pattern
+            for pattern in patterns
+            for place in places
+        )
+
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    rooms = ("storage/", "vocab/", "drafter/", "ray_jobs/", "recipes/", "prompts/", "deploy/", "pyproject.toml")
+    needed = [name for name in tracked if name.startswith(rooms)]
+    assert len(needed) > 100
+    assert not [name for name in needed if left_out(name)]
+    home = [
+        ".venv/lib/torch.so", ".git/objects/00", "out/smollm2/hidden/c/0", ".env", ".env.prod", "deploy/.env", "a/key.pem",
+        "drafter/__pycache__/run.pyc", ".mypy_cache/x", ".ruff_cache/x", ".pytest_cache/x", ".hypothesis/x", "auth_token",
+    ]  # fmt: skip
+    assert all(map(left_out, home))
 
 
 def test_workers_get_credentials_endpoints_and_caches_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
