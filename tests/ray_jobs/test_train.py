@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -293,6 +294,17 @@ class TestBadInput(NoRay):
 
     def test_a_sequence_longer_than_a_micro_batch(self, refused: Callable[..., str]) -> None:
         assert "training.micro_batch_tokens is 20" in refused("training.micro_batch_tokens=20")
+
+
+class TestRoom(NoRay):
+    def test_the_advice_for_too_few_nodes_is_a_recipe_that_loads(self, tiny: Tiny, tmp_path: Path) -> None:
+        path = write_recipe(tiny, tmp_path / "recipe.yaml")
+        for given in (["training.workers=8"], ["training.workers=8", "training.min_workers=6"]):
+            with pytest.raises(StatehouseError, match="4 fit; add nodes, or set ") as caught:
+                train_job.require_resources(load_recipe(path, given).training)
+            advised = re.findall(r"training\.\w+=\d+", str(caught.value))
+            assert len(advised) == len(given)
+            train_job.require_resources(load_recipe(path, [*given, *advised]).training)
 
 
 def test_workers_wait_for_one_whose_node_fetches_the_verifier(tiny: Tiny, tmp_path: Path) -> None:
