@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def test_a_node_that_goes_leaves_fewer_workers_that_carry_on_and_one_that_comes_
         ray.train, "ScalingConfig", partial(ray.train.ScalingConfig, elastic_resize_monitor_interval_s=2)
     )
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    epochs, done = 2 * EPOCHS, threading.Event()
+    epochs = 2 * EPOCHS
     try:
         node = cluster.add_node(num_cpus=1)
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **impatient}
@@ -219,29 +220,24 @@ def test_a_node_that_goes_leaves_fewer_workers_that_carry_on_and_one_that_comes_
             tiny, tmp_path / "recipe.yaml", epochs=epochs, lr=1e-3, run="node", checkpoint_every=10, min_workers=1
         )
         run, seen = Run(f"{tiny.root}/dataset-runs/node"), []
+        recipe, arguments = load_recipe(path), argparse.Namespace(fresh=False)
+        with ThreadPoolExecutor(1) as pool:  # nodes can be added in the main thread only
+            training = pool.submit(train_job.run, recipe, arguments)
 
-        def wait_for(workers: int) -> None:
-            while not done.is_set():
-                with contextlib.suppress(StatehouseError, IndexError):  # none yet; pruned in between
-                    if written_by(run, run.checkpoints.updates()[-1])["workers"] == workers:
-                        seen.append(workers)
-                        return
-                time.sleep(0.05)
+            def wait_for(workers: int) -> None:
+                while not training.done():
+                    with contextlib.suppress(StatehouseError, IndexError):  # none yet; pruned in between
+                        if written_by(run, run.checkpoints.updates()[-1])["workers"] == workers:
+                            seen.append(workers)
+                            return
+                    time.sleep(0.05)
 
-        def lose_and_add() -> None:
             wait_for(2)
             cluster.remove_node(node, allow_graceful=False)  # kill -9 of its raylet
             wait_for(1)
             cluster.add_node(num_cpus=1)
             wait_for(2)
-
-        thread = threading.Thread(target=lose_and_add)
-        thread.start()
-        try:
-            train_job.run(load_recipe(path), argparse.Namespace(fresh=False))
-        finally:
-            done.set()
-            thread.join()
+            training.result()
         assert seen == [2, 1, 2]
     finally:
         ray.shutdown()
