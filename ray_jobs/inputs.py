@@ -144,8 +144,9 @@ def inputs_hash(recipe: Recipe, verifier: Verifier) -> str:
 
 def sampling_hash(recipe: Recipe, verifier: Verifier, source: str = "") -> str:
     """Responses to prompts of a source that were drawn under another hash are other responses."""
-    # batch_size counts too: units of two sizes would overlap, and a prompt could get two answers from two drivers.
-    settings = recipe.generation.of(source).model_dump(mode="json")
+    # How many prompts a unit holds does not count. Two drivers at once with two sizes may both answer a prompt; of what
+    # is stored, the same answer is taken each time.
+    settings = recipe.generation.of(source).model_dump(mode="json", exclude={"batch_size"})
     return sha256_json(
         {**settings, "verifier": verifier.facts["weights_hash"], "max_length": recipe.dataset.max_length}
     )

@@ -10,7 +10,8 @@ import pytest
 from tiny_run import composed
 
 from ray_jobs.answers import commit, unit_key
-from ray_jobs.inputs import Inputs, make_contract, open_verifier, sampling_hash
+from ray_jobs.generate import make_units
+from ray_jobs.inputs import Inputs, make_contract, open_verifier, sampling_hash, sampling_hashes
 from ray_jobs.planning import sequence_lengths
 from ray_jobs.recipe import Recipe, load_recipe
 from ray_jobs.replicas.replica import Sampling
@@ -140,6 +141,21 @@ def test_responses_drawn_with_other_settings_are_other_responses(ready: Recipe) 
     assert sampling_hash(hotter, verifier) != sampling_hash(ready, verifier)
     store(inputs, sampling_hash(hotter, verifier), {"p": ([1], "stop")})
     assert inputs.read_responses({"p": sampling_hash(ready, verifier)}) == {}
+
+
+def test_answers_stay_answers_when_the_size_of_the_units_changes(ready: Recipe) -> None:
+    inputs, verifier = Inputs(ready.dataset.inputs_uri), open_verifier(ready)
+    other = ready.model_copy(update={"generation": ready.generation.model_copy(update={"batch_size": 3})})
+    assert sampling_hash(other, verifier) == sampling_hash(ready, verifier)
+    prompts = inputs.read_prompts(ready, verifier, "generate")
+    hashes = sampling_hashes(ready, verifier, prompts)
+    ids = prompts["id"].to_pylist()
+    store(inputs, hashes[ids[0]], {ids[0]: ([7, 2], "stop"), ids[1]: ([8, 2], "stop")})
+    found = inputs.read_responses(sampling_hashes(other, verifier, prompts))
+    assert sorted(found) == sorted(ids[:2])
+    settings = {"numbers": (Sampling(), None)}
+    units = make_units(other, prompts.to_pylist(), settings, hashes, inputs.uri, found)
+    assert [key for unit in units for key in unit.prompt_ids] == ids[2:]
 
 
 @pytest.mark.parametrize("done", [True, False])
