@@ -61,7 +61,10 @@ class MixedDataset(BaseModel):
 
 
 class SequenceFilter(BaseModel):
-    """Which sequences are trained on and evaluated; what is left out does not restrict."""
+    """Which sequences are trained on, and held out for the run's own loss; what is left out does not restrict.
+
+    ray_jobs.evaluate measures all held-out sequences of dataset.uri, filtered or not, each source for itself.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -38,6 +38,7 @@ from ray_jobs.measuring import (
     other_datasets,
     require_held_out,
     section_of,
+    training_filter,
     untrained,
     untrained_seed,
 )
@@ -327,7 +328,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     else:
         trained.store.delete(WALKS)  # of an earlier evaluation: it would not belong to this one
     Console(width=None if Console().is_terminal else 150).print(render(summary, draft_lengths))
-    _explain(summary["all"], recipe, held.left_out, others)
+    _explain(summary["all"], recipe, held.left_out, others, training_filter(trained))
     longest = str(draft_lengths[-1])
     taus = {name: one["tau"][longest]["tau"] for name, one in summary["all"]["drafters"].items()}
     job.log.info(
@@ -339,7 +340,7 @@ def run(recipe: Recipe, args: argparse.Namespace) -> None:
     )
 
 
-def _explain(every: dict[str, Any], recipe: Recipe, left_out: str, others: Sequence[str]) -> None:
+def _explain(every: dict[str, Any], recipe: Recipe, left_out: str, others: Sequence[str], filtered: str) -> None:
     """What bounds these numbers, in words."""
     longest = str(max(recipe.evaluation.draft_lengths))
     ceiling = every["drafters"][CEILING]["tau"][longest]["tau"]
@@ -356,6 +357,11 @@ def _explain(every: dict[str, Any], recipe: Recipe, left_out: str, others: Seque
         print(
             f"Measured on {recipe.dataset.uri} alone. The run was trained on {', '.join(others)}, too: what is held out "
             f"of those counts in the run's held-out loss, and in no τ."
+        )
+    if filtered:
+        print(
+            f"Measured on all held-out sequences. The run was trained on those of training.filter ({filtered}) alone, and its "
+            f"held-out loss is of those."
         )
 
 

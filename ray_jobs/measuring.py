@@ -104,6 +104,12 @@ def other_datasets(run: Run, dataset: Dataset) -> list[str]:
     return [uri for uri in found if uri != dataset.uri]  # repaired since, it has another fingerprint
 
 
+def training_filter(run: Run) -> str:
+    """What restricted the sequences that the run was trained on, as a recipe says it; "" where nothing did."""
+    found = (run.identity().get("training") or {}).get("filter") or {}
+    return ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
+
+
 # ---- drafters ------------------------------------------------------------------------------------------------------
 
 

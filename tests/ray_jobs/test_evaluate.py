@@ -16,7 +16,7 @@ from tiny_run import ARGUMENTS, InProcess, TinyRun, finish, make_dataset, write_
 
 from drafter.errors import DrafterError
 from drafter.export import CONFIG, TENSORS, load_sglang
-from drafter.run import EVALUATION, EVALUATION_PLOT, Run
+from drafter.run import EVALUATION, EVALUATION_PLOT, RUN, Run
 from drafter.verifier_weights import read_verifier_weights
 from ray_jobs import evaluate, extract, job
 from ray_jobs.evaluate import CEILING, DRAFTER, SHIFTED, UNTRAINED
@@ -112,6 +112,24 @@ def test_the_job_spread_over_ray_tasks_measures_the_same(made: TinyRun, run_job:
     assert re.search(r"tasks=([2-9])/\1 ", finished.err)
     assert "ceiling" in finished.out
     assert json.loads(made.run.store.get(EVALUATION))["sources"] == alone
+
+
+def test_the_filter_of_training_is_said_and_restricts_nothing(
+    made: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = evaluated(made)["sources"]
+    assert "training.filter" not in capsys.readouterr().out
+    document = json.loads(made.run.store.get(RUN))
+    document["identity"]["training"] = {"filter": {"sources": ["numbers"], "min_length": None, "max_length": 99}}
+    untouched = made.run.store.get(RUN)
+    made.run.store.put(RUN, json.dumps(document).encode())
+    try:
+        assert evaluated(made)["sources"] == whole
+        assert "those of training.filter (sources=['numbers'], max_length=99) alone" in " ".join(
+            capsys.readouterr().out.split()
+        )
+    finally:
+        made.run.store.put(RUN, untouched)
 
 
 def test_batches_change_nothing(made: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
