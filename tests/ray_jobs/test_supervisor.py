@@ -169,8 +169,8 @@ def test_after_the_seal_a_retry_brings_a_quarantined_sequence_back_under_a_seal_
 
 @pytest.mark.slow
 def test_a_killed_replica_and_another_number_of_replicas_at_the_next_start(tmp_path: Path) -> None:
-    case = Case(tmp_path, replicas=1)
-    supervisor = case.supervisor(seconds=1)  # a busy machine needs its time to come and kill
+    case = Case(tmp_path, count=400, replicas=1)
+    supervisor = case.supervisor(seconds=0.5)  # 13 shards: a busy machine needs its time to come and kill
     flags = tmp_path / "flags"
 
     def kill() -> None:
