@@ -188,9 +188,22 @@ def measure_all(recipe: Recipe, rows: Sequence[int], lengths: np.ndarray) -> lis
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, StatehouseError):
                     raise error.cause from None
+                if isinstance(error.cause, (MemoryError, torch.OutOfMemoryError)):
+                    raise _lost(error.cause) from None
                 raise
+            except ray.exceptions.RayError as error:  # its process, or its node
+                raise _lost(error) from None
             progress.step(tokens[reference])
     return [one for reference in references for one in ray.get(reference)]
+
+
+def _lost(error: Exception) -> StatehouseError:
+    """A task that died with its process, which Ray has tried again in vain."""
+    said = " ".join(str(error).split())[:300]
+    return StatehouseError(
+        f"a task of evaluate was lost: {type(error).__name__}: {said}; most often memory is what it lacked: lower "
+        f"evaluation.task_tokens, or set training.cpus_per_worker so that fewer run on a node; then run the command again"
+    )
 
 
 def _require_room(recipe: Recipe) -> None:

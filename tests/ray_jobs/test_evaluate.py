@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -130,6 +131,36 @@ def test_the_filter_of_training_is_said_and_restricts_nothing(
         )
     finally:
         made.run.store.put(RUN, untouched)
+
+
+@pytest.mark.parametrize("how", ["WorkerCrashedError", "OutOfMemoryError", "RayTaskError"])
+def test_a_task_that_dies_is_one_line(made: TinyRun, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    import ray
+
+    error = {
+        "WorkerCrashedError": ray.exceptions.WorkerCrashedError,
+        "OutOfMemoryError": lambda: ray.exceptions.OutOfMemoryError(
+            "Task was killed\ndue to the node running low on memory"
+        ),
+        "RayTaskError": lambda: ray.exceptions.RayTaskError("measure", "Traceback ...", MemoryError("of this worker")),
+    }[how]()
+
+    def get(_reference: object) -> None:
+        raise error
+
+    task = SimpleNamespace(remote=lambda *_: object())
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _function: task)
+    monkeypatch.setattr(ray, "wait", lambda waiting, num_returns: (waiting[:1], waiting[1:]))
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(job, "start_ray", lambda: None)
+    monkeypatch.setattr(evaluate, "_require_room", lambda _recipe: None)
+    recipe = made.changed("evaluation.task_tokens=200")
+    lengths = open_dataset(recipe.dataset.uri).sequences["length"].to_numpy()
+    with pytest.raises(
+        StatehouseError, match=r"a task of evaluate was lost: \w+: .*lower evaluation\.task_tokens"
+    ) as said:
+        evaluate.measure_all(recipe, list(range(len(lengths))), lengths)
+    assert "\n" not in str(said.value)
 
 
 def test_batches_change_nothing(made: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
