@@ -35,8 +35,9 @@ def _worker(rank: int, world: int, meeting: str, request: Request, stop_after: i
     except StatehouseError as failure:
         error.value = str(failure).encode()[:500] if rank == world - 1 else error.value
         os._exit(7)
-    finally:
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
+    # Gloo's threads live on, and one that lets go of a tensor while Python ends aborts the process.
+    os._exit(0)
 
 
 def poison(at: int) -> None:
