@@ -20,6 +20,7 @@ class CompiledNorm(torch.autograd.Function):
         from drafter.kernels_numba import rms_norm
 
         x_ND = x.reshape(-1, x.shape[-1]).contiguous()
+        weight = weight.detach().clone()  # FSDP frees its storage after an update, which none can that numpy has seen
         out_ND, scale_N = torch.empty_like(x_ND), torch.empty(len(x_ND))
         rms_norm(bits(x_ND), bits(weight), np.float32(eps), bits(out_ND), scale_N.numpy())
         ctx.save_for_backward(x_ND, weight, scale_N)
