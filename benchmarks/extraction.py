@@ -116,6 +116,15 @@ def planned(
     return plan, TableRows(table)
 
 
+# Seconds that a second engine has to start.
+_START_S = 60.0
+
+
+def require_two(supervisor: Supervisor) -> None:
+    if (up := len(supervisor.actors)) != 2:
+        raise RuntimeError(f"expected two replicas at work, found {up}")
+
+
 # ---- engine --------------------------------------------------------------------------------------------------------
 
 
@@ -143,12 +152,14 @@ def engine(report: Report, settings: Settings, folder: Path) -> None:
         tokens = int(np.clip(rate * settings.pass_seconds, 1536, 1 << 15)) // 512 * 512
         lengths = [128] * (tokens // 128)
         report.row("engine: tokens of a pass", "tokens", [tokens], note=f"sequences of 128; about {rate:.0f} tokens/s")
-        plans: list[list[ExtractUnit]] = []
-        for number in range(2 * settings.repetitions + 2):
-            uri = str(folder / f"pass-{number}")
+
+        def units_of(name: str, lengths: list[int]) -> list[ExtractUnit]:
+            uri = str(folder / name)
             plan, table = planned(one, uri, lengths, 49152, contract, 512)
-            plans.append(make_units(uri, plan, table, set(range(plan.geometry.shards))))
             _calibrate(single, uri, trial)
+            return make_units(uri, plan, table, set(range(plan.geometry.shards)))
+
+        plans = [units_of(f"pass-{number}", lengths) for number in range(2 * settings.repetitions + 1)]
         batches = [unit.token_ids for unit in plans[0]]
         fresh = iter(plans)
 
@@ -173,7 +184,10 @@ def engine(report: Report, settings: Settings, folder: Path) -> None:
         report.measured("job_over_bare_engine", float(np.median(bare / np.array(found["whole job, one replica"]))))
         two = recipe.model_copy(update={"extraction": recipe.extraction.model_copy(update={"replicas": 2})})
         single.config = two.extraction  # the second replica joins the first
-        single.run("extract", next(fresh), lambda *_: None, lambda _: None)
+        # Enough work for it to be up before the end: a replica that starts when a run ends is let go of.
+        passes = 1 + math.ceil(_START_S / float(np.median(bare)))
+        single.run("extract", units_of("second", passes * lengths), lambda *_: None, lambda _: None)
+        require_two(single)
         seconds = [job(single) for _ in range(settings.repetitions - 1)]
         report.row("engine: whole job, two replicas", "tokens/s", [tokens / s for s in seconds])
         alone = float(np.median(found["whole job, one replica"]))
