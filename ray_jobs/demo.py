@@ -95,8 +95,8 @@ at most {_tau(tau, evaluate.CEILING)} on sampled text)
 
 Where things are
   {uri}  the dataset (Zarr v3, sealed, fingerprint {seal.fingerprint[:12]})
-  {recipe.dataset.inputs_uri}  prompts and responses
-  {recipe.vocab_uri}  coverage.json, token counts, d2t/t2d
+  {open_store(recipe.dataset.inputs_uri).uri}  prompts and responses
+  {open_store(recipe.vocab_uri).uri}  coverage.json, token counts, d2t/t2d
   {run_.uri}  the run: drafter/ (for SGLang), checkpoints, metrics.jsonl, evaluation.json and .svg, serve.json
 
 Try next
