@@ -75,7 +75,7 @@ def on_ray(path: Path, cpus: int) -> dict[str, float]:
             "name": "benchmark",
             "verifier": {"model": "bundled:smollm2-135m-instruct"},
             "prompts": [{"path": str(path)}],
-            "dataset": {"uri": str(path.parent / "dataset"), "max_length": 8190},
+            "dataset": {"uri": str(path.parent / "dataset"), "max_length": 8185},
         }
     )
     verifier = open_verifier(recipe)
