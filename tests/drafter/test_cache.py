@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_training import Tiny
+from tiny_training import Tiny, small_disk_at
 
 from drafter.cache import CachedStore, cached_opener
 from drafter.recipe import LoaderSection
@@ -130,15 +129,8 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real disk of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip("cannot mount a tmpfs: needs root")
-    try:
+    with small_disk_at(tmp_path / "disk", "256k") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_is_no_error(far: Far, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:

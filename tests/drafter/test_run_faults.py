@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_training import Tiny, after, changed, exported, losses, whole_run
+from tiny_training import Tiny, after, changed, exported, losses, small_disk_at, whole_run
 
 from drafter.errors import DrafterError
 from drafter.run import Run
@@ -98,15 +98,8 @@ def test_killed_at_any_write_over_and_over_it_ends_in_the_bits_of_an_undisturbed
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real disk: a checkpoint fits, a second one does not."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
-        pytest.skip("cannot mount a tmpfs: needs root")
-    try:
+    with small_disk_at(tmp_path / "disk", "900k") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_it_carries_on_when_there_is_room(

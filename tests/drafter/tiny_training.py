@@ -6,7 +6,10 @@ guess is a function of the embedding that it reads.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, LAYERS, VOCAB, contract
@@ -181,3 +185,16 @@ def after(updates: int) -> Any:
 def losses(request: Request) -> np.ndarray:
     lines = Run(request.run).store.get("metrics.jsonl").decode().splitlines()
     return np.array([json.loads(line)["loss"] for line in lines])
+
+
+@contextlib.contextmanager
+def small_disk_at(folder: Path, size: str) -> Iterator[Path]:
+    """A real disk of this size, such as 256k, mounted there; the test is skipped where that needs other rights."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip("cannot mount a tmpfs: needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
