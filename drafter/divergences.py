@@ -8,9 +8,9 @@
     lk_hybrid           l kl + (1 - l) tv         l = exp(-3 a), no gradient through it: kl first, tv once most is accepted
 
 The last two are the losses of "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding"
-(arXiv:2602.23881). The paper itself could not be had here: `lk` equals its authors' own code for LK^alpha (SpecForge's
-core/lk_loss.py), and `lk_hybrid` speculators' lk_hybrid with the paper's eta = 3, in values and gradients
-(tests/drafter/golden). The authors take l from the *mean* a of a draft step over the batch; here, as in speculators, each
+(arXiv:2602.23881), as the peers write them; the paper itself could not be had here. `lk` equals SpecForge's LK^alpha
+(core/lk_loss.py) in value, and `lk_hybrid` speculators' lk_hybrid with eta = 3, in values and gradients
+(tests/drafter/golden). SpecForge takes l from the *mean* a of a draft step over the batch; here, as in speculators, each
 row has its own, so that an update does not depend on how its batch is cut into micro-batches. Gradients are derived here.
 p is the verifier's share within the draft vocabulary (it adds up to 1), so `a` is the acceptance that the vocabulary
 allows, not that of a server.

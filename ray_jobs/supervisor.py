@@ -149,7 +149,7 @@ class Supervisor:
         waiting_on: Callable[[int], None],
         begun: Callable[[], None],
     ) -> None:
-        calls = 0
+        called = False
         heard = self._placed = time.monotonic()
         with job.drain_on_sigterm() as stopped:
             stop_at: float | None = None
@@ -160,10 +160,9 @@ class Supervisor:
                         done(action.unit, action.value)
                         heard = time.monotonic()
                         continue
-                    if isinstance(action, Call):
-                        calls += 1
-                        if calls == 1:
-                            begun()
+                    if isinstance(action, Call) and not called:
+                        called = True
+                        begun()
                     self._act(action, method)
                 if step.failed:
                     raise ReplicaFailed(step.failed)

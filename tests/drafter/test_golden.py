@@ -142,8 +142,8 @@ def test_losses_and_gradients_by_name_are_speculators(name: str) -> None:
     torch.testing.assert_close(grad_NW, tensors[f"speculators.{name}.grad"], **CLOSE)
 
 
-def test_the_acceptance_loss_is_that_of_its_authors() -> None:
-    """SpecForge's LK^alpha, which the paper's authors wrote: the mean over positions of - log sum min(p, q)."""
+def test_the_acceptance_loss_is_specforges() -> None:
+    """SpecForge's LK^alpha: the mean over positions of - log sum min(p, q)."""
     tensors = load_file(GOLDEN / "losses.safetensors")
     loss_N, _ = divergence("lk", tensors["logits"].softmax(-1), tensors["teacher"].softmax(-1))
     torch.testing.assert_close(loss_N.mean(), tensors["specforge.alpha"], **CLOSE)
