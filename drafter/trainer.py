@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from drafter.allocator import keep_freed_memory
 from drafter.argmax_cache import ArgmaxCache
 from drafter.batch import PackedBatch, Planes
 from drafter.checkpoint import Shapes, Snapshot
@@ -81,6 +82,8 @@ class Trainer:
             # The very rows that teach: in the dtype of the products, and kept once.
             drafter.lm_head.weight = torch.nn.Parameter(head.draft_weight_WD, requires_grad=False)
         self.cache = ArgmaxCache(head)
+        if team.device.type == "cpu":
+            keep_freed_memory()
         if settings.recompute:
             recompute_mlp(drafter)
         if settings.compile:
