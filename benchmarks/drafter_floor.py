@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from benchmarks.drafter_sides import LAYERS, Shape, loss_mask
-from drafter.attention import attend
+from drafter.attention import Later, attend
 from drafter.loss import loss_rows
 
 
@@ -61,16 +61,14 @@ def attention(shape: Shape, dtype: torch.dtype) -> float:
     heads, width = shape.heads()["num_attention_heads"], shape.heads()["head_dim"]
     groups = shape.heads()["num_key_value_heads"]
     key, value = (torch.randn(shape.tokens, groups, width).to(dtype).requires_grad_() for _ in range(2))
-    found, later = 0.0, []
+    found = 0.0
+    later: list[Later] = []
     for step, wanted_T in enumerate(wanted(shape)):
         rows = wanted_T.nonzero().squeeze(1)
         query = torch.randn(len(rows), heads, width).to(dtype).requires_grad_()
         if step:
-            later.append(tuple(torch.randn(len(rows), groups, width).to(dtype).requires_grad_() for _ in range(2)))
-        later = [
-            (one[: len(rows)].detach().requires_grad_(), other[: len(rows)].detach().requires_grad_())
-            for one, other in later
-        ]
+            own = (torch.randn(len(rows), groups, width).to(dtype).requires_grad_() for _ in range(2))
+            later.append(Later(*own, rows))
         grad = torch.randn_like(query)
         if len(rows):
             found += seconds(lambda: attend(query, key, value, later, rows, shape.lengths).backward(grad), 2)  # noqa: B023

@@ -7,6 +7,7 @@ E the head width that fused attention is given, a little more than C.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +19,36 @@ from drafter.attention_cpu import CausalAndOwn
 _EXTRA = 8
 
 
+class Later(NamedTuple):
+    """Keys and values that a step after the first gave, [.., G, C] both, and their rows, [..] int64, ascending."""
+
+    key_NGC: Tensor
+    value_NGC: Tensor
+    rows_N: Tensor
+
+    def at(self, rows_N: Tensor) -> Tensor:
+        """Where these rows, which are among its own, lie."""
+        return torch.searchsorted(self.rows_N, rows_N)
+
+
 def attend(
     query_NAC: Tensor,
     key_TGC: Tensor,
     value_TGC: Tensor,
-    later: Sequence[tuple[Tensor, Tensor]],
+    later: Sequence[Later],
     rows_N: Tensor,
     lengths: Sequence[int],
 ) -> Tensor:
     """Attention of one step, [N, A, C]: causal over the step-0 keys of a row's sequence, and the row's own later keys.
 
-    later: a pair [N, G, C] of keys and values for each step after the first, of the same rows as the queries.
+    later: of each step after the first, of these rows and perhaps more.
     """
     if query_NAC.device.type != "cpu":
         return attend_by_sink(query_NAC, key_TGC, value_TGC, later, rows_N, lengths)
-    own = [part for pair in later for part in pair]
+    own = [part for step in later for part in step[:2]]
+    at = [step.at(rows_N) for step in later]
     scale = query_NAC.shape[-1] ** -0.5
-    attended_NAC: Tensor = CausalAndOwn.apply(query_NAC, key_TGC, value_TGC, rows_N, lengths, scale, *own)
+    attended_NAC: Tensor = CausalAndOwn.apply(query_NAC, key_TGC, value_TGC, rows_N, lengths, scale, at, *own)
     return attended_NAC
 
 
@@ -42,7 +56,7 @@ def attend_by_sink(
     query_NAC: Tensor,
     key_TGC: Tensor,
     value_TGC: Tensor,
-    later: Sequence[tuple[Tensor, Tensor]],
+    later: Sequence[Later],
     rows_N: Tensor,
     lengths: Sequence[int],
 ) -> Tensor:
@@ -58,7 +72,9 @@ def attend_by_sink(
     scale = width**-0.5
     if not later:
         return _causal(query_NAC, key_TGC, value_TGC, rows_N, lengths, scale)
-    score_NA, own_NAC = _fold(query_NAC, later, scale)
+    own = [(step.at(rows_N), step) for step in later]
+    pairs = [(step.key_NGC.index_select(0, at), step.value_NGC.index_select(0, at)) for at, step in own]
+    score_NA, own_NAC = _fold(query_NAC, pairs, scale)
     # A bf16 score would be off by up to 1/256 of itself, so the rounding goes into a second column.
     score_NA = score_NA / scale
     coarse_NA = score_NA.to(query_NAC.dtype)

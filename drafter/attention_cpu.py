@@ -65,98 +65,114 @@ def blocks(rows: np.ndarray[Any, np.dtype[np.int64]], lengths: Sequence[int]) ->
 
 
 class CausalAndOwn(torch.autograd.Function):
-    """attended_NAC of queries at rows_N; see the module. own: key, value, key, value, ... of later steps, [N, G, C] each."""
+    """attended_NAC of queries at rows_N; see the module.
+
+    at: of each later step, [N] int64, which of its keys and values are a row's own. own: key, value, key, value, ... of
+    those steps, [.., G, C] each.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query_NAC: Tensor, key_TGC: Tensor, value_TGC: Tensor, rows_N: Tensor, lengths: Sequence[int],
-        scale: float, *own: Tensor,
+        scale: float, at: Sequence[Tensor], *own: Tensor,
     ) -> Tensor:  # fmt: skip
+        from drafter.kernels_attention import own_scores, own_values
+
         wide = torch.promote_types(query_NAC.dtype, torch.float32)
         found = blocks(rows_N.numpy(), lengths)
         with torch.autocast("cpu", enabled=False):
+            query_NAC = query_NAC.contiguous()
+            own = tuple(part.contiguous() for part in own)
             out_NAC = torch.empty_like(query_NAC, dtype=wide)
             lse_NA = torch.empty(query_NAC.shape[:2], dtype=wide)
             causal = _fused_blocks if query_NAC.dtype == wide else _narrow_blocks
             causal(found, query_NAC, key_TGC, value_TGC, rows_N, scale, out_NAC, lse_NA)
             if own:
-                from drafter.kernels_numba import own_scores, own_values
-
-                score_JNA = torch.empty(len(own) // 2, *lse_NA.shape, dtype=wide)
-                for score_NA, key_NGC in zip(score_JNA, own[0::2], strict=True):
-                    own_scores(bits(query_NAC.contiguous()), bits(key_NGC.contiguous()), scale, score_NA.numpy())
+                score_JNA, factor = torch.empty(len(at), *lse_NA.shape, dtype=wide), _number(scale, wide)
+                for score_NA, key_NGC, rows in zip(score_JNA, own[0::2], at, strict=True):
+                    own_scores(bits(query_NAC), bits(key_NGC), rows.numpy(), factor, score_NA.numpy())
                 total_NA = torch.logaddexp(lse_NA, score_JNA.logsumexp(0))
                 out_NAC.mul_((lse_NA - total_NA).exp_()[..., None])
-                for share_NA, value_NGC in zip(score_JNA.sub_(total_NA).exp_(), own[1::2], strict=True):
-                    own_values(share_NA.numpy(), bits(value_NGC.contiguous()), out_NAC.numpy())
+                for share_NA, value_NGC, rows in zip(score_JNA.sub_(total_NA).exp_(), own[1::2], at, strict=True):
+                    own_values(share_NA.numpy(), bits(value_NGC), rows.numpy(), out_NAC.numpy())
                 lse_NA = total_NA
             narrow_NAC = out_NAC.to(query_NAC.dtype)
         ctx.save_for_backward(query_NAC, key_TGC, value_TGC, rows_N, narrow_NAC, lse_NA, *own)
-        ctx.blocks, ctx.scale = found, scale
+        ctx.blocks, ctx.scale, ctx.at = found, scale, at
         return narrow_NAC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NAC: Tensor) -> tuple[Tensor | None, ...]:
+        from drafter.kernels_attention import dots, own_backward, rows_first, shares_and_pulls, with_columns
+
         query_NAC, key_TGC, value_TGC, rows_N, out_NAC, lse_NA, *own = ctx.saved_tensors
         wide, narrow, scale = lse_NA.dtype, query_NAC.dtype, ctx.scale
-        (power, rest), groups = _split(scale), key_TGC.shape[1]
+        (power, rest), (groups, width), rows = _split(scale), key_TGC.shape[1:], rows_N.numpy()
+        one, factor, step = _number(1, wide), _number(power, wide), _number(rest, wide)
         with torch.autocast("cpu", enabled=False):
-            wide_grad_NAC = grad_NAC.to(wide)
-            delta_NA = (wide_grad_NAC * out_NAC).sum(-1)
-            grad_query_NAC = torch.zeros_like(query_NAC, dtype=wide)
-            grad_key_TGC, grad_value_TGC = (torch.zeros_like(part, dtype=wide) for part in (key_TGC, value_TGC))
-            key_GTC, value_GTC = (part.transpose(0, 1).contiguous() for part in (key_TGC, value_TGC))
-            key_GTX, value_GTX = (_with_columns(part, None) for part in (key_GTC, value_GTC))
+            grad_NAC = grad_NAC.contiguous()
+            query, grad, lse = bits(query_NAC), bits(grad_NAC), lse_NA.numpy()
+            delta_NA = torch.empty_like(lse_NA)
+            delta = delta_NA.numpy()
+            dots(grad, bits(out_NAC), delta)
+            grad_query_NAC = torch.empty_like(query_NAC, dtype=wide)
+            key_GTX, value_GTX = (_heads_with_ones(part) for part in (key_TGC, value_TGC))
+            grad_key_GTC, grad_value_GTC = torch.zeros(2, groups, len(key_TGC), width, dtype=wide)
             for block in ctx.blocks:
-                rows = slice(block.first, block.last)
-                query_GQC, grad_GQC = (_heads_first(part[rows], groups) for part in (query_NAC, grad_NAC))
-                lse_GQ1, delta_GQ1 = (_heads_first(part[rows, :, None], groups) for part in (lse_NA, delta_NA))
-                query_GQX, grad_GQX = (
-                    _with_columns(query_GQC * power, lse_GQ1 / rest),
-                    _with_columns(grad_GQC, delta_GQ1),
+                first, seen = block.first, rows[block.first : block.last]
+                query_GQX, grad_GQX = torch.empty(
+                    2, groups, _queries(block, query_NAC, groups), width + _EXTRA, dtype=narrow
                 )
-                grad_query_GQC = torch.zeros_like(query_GQC, dtype=wide)
+                with_columns(query, first, factor, lse, 1 / step, bits(query_GQX))
+                with_columns(grad, first, one, delta, one, bits(grad_GQX))
+                grad_query_GQC = torch.zeros(*query_GQX.shape[:2], width, dtype=wide)
                 for begin, end in _tiles(block):
                     keys = slice(begin, end)
-                    below_GQU = torch.bmm(query_GQX, key_GTX[:, keys].transpose(1, 2))
-                    below_GQU = below_GQU if rest == 1 else below_GQU.mul_(rest)
-                    share_GQU = _hide(below_GQU, block, begin, end, rows_N).exp_()
-                    score_grad_GQU = torch.bmm(grad_GQX, value_GTX[:, keys].transpose(1, 2)).mul_(share_GQU)
-                    grad_value_TGC[keys] += torch.bmm(share_GQU.transpose(1, 2), grad_GQC).transpose(0, 1)
-                    grad_query_GQC += torch.bmm(score_grad_GQU, key_GTC[:, keys])
-                    grad_key_TGC[keys] += torch.bmm(score_grad_GQU.transpose(1, 2), query_GQC).transpose(0, 1)
-                grad_query_NAC[rows] = _rows_first(grad_query_GQC, block.last - block.first)
-            grad_key_TGC *= scale
-            grad_query_NAC *= scale
+                    share_GQU = torch.bmm(query_GQX, key_GTX[:, keys].transpose(1, 2))
+                    pull_GQU = torch.bmm(grad_GQX, value_GTX[:, keys].transpose(1, 2))
+                    shares_and_pulls(bits(share_GQU), bits(pull_GQU), step, seen, begin)
+                    _add_product(grad_value_GTC[:, keys], share_GQU.transpose(1, 2), grad_GQX[..., :width])
+                    _add_product(grad_key_GTC[:, keys], pull_GQU.transpose(1, 2), query_GQX[..., :width])
+                    _add_product(grad_query_GQC, pull_GQU, key_GTX[:, keys, :width])
+                rows_first(grad_query_GQC.numpy(), _number(scale, wide), first, grad_query_NAC.numpy())
             grad_own: list[Tensor] = []
-            if own:
-                from drafter.kernels_numba import own_backward
-
-                fixed = [bits(part) for part in (grad_NAC.contiguous(), lse_NA, delta_NA)]
-                query, factor = bits(query_NAC.contiguous()), fixed[1].dtype.type(scale)
-                for key_NGC, value_NGC in zip(own[0::2], own[1::2], strict=True):
-                    pair = key_NGC.contiguous(), value_NGC.contiguous()
-                    grad_pair = [torch.empty_like(part) for part in pair]
-                    found = (bits(part) for part in (grad_query_NAC, *grad_pair))
-                    own_backward(query, *(bits(part) for part in pair), *fixed, factor, *found)
-                    grad_own += grad_pair
-        grads = (part.to(narrow) for part in (grad_query_NAC, grad_key_TGC, grad_value_TGC))
-        return (*grads, None, None, None, *grad_own)
+            for key_NGC, value_NGC, own_rows in zip(own[0::2], own[1::2], ctx.at, strict=True):
+                grads = torch.zeros_like(key_NGC), torch.zeros_like(value_NGC)
+                own_backward(
+                    query, bits(key_NGC), bits(value_NGC), own_rows.numpy(), grad, lse, delta, _number(scale, wide),
+                    grad_query_NAC.numpy(), *(bits(part) for part in grads),
+                )  # fmt: skip
+                grad_own += grads
+        grad_key_GTC *= scale / power
+        grad_key_TGC, grad_value_TGC = (part.transpose(0, 1).to(narrow) for part in (grad_key_GTC, grad_value_GTC))
+        return grad_query_NAC.to(narrow), grad_key_TGC, grad_value_TGC, *[None] * 4, *grad_own
 
 
-def _with_columns(part_GQC: Tensor, less_GQ1: Tensor | None) -> Tensor:
-    """[G, Q, X]: products with the same of another part, given none, are those of the parts minus `less`.
+def _number(value: float, dtype: torch.dtype) -> Any:
+    """As compiled loops take it: a Python float would make them compute in fp64."""
+    return np.float64(value) if dtype == torch.float64 else np.float32(value)
 
-    It goes into two columns, the second for what the dtype rounds off in the first.
-    """
-    columns = part_GQC.new_zeros(*part_GQC.shape[:2], _EXTRA)
-    if less_GQ1 is None:
-        columns[..., :2] = 1
+
+def _queries(block: Block, query_NAC: Tensor, groups: int) -> int:
+    """Q of a block."""
+    return (block.last - block.first) * query_NAC.shape[1] // groups
+
+
+def _heads_with_ones(part_TGC: Tensor) -> Tensor:
+    """[G, T, X]: with ones where `kernels_attention.with_columns` puts what is to be subtracted."""
+    part_GTX = part_TGC.new_zeros(part_TGC.shape[1], part_TGC.shape[0], part_TGC.shape[2] + _EXTRA)
+    part_GTX[..., : part_TGC.shape[2]] = part_TGC.transpose(0, 1)
+    part_GTX[..., part_TGC.shape[2] : part_TGC.shape[2] + 2] = 1
+    return part_GTX
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """sums += left @ right, of [G, .., ..] each; sums are fp32 or wider."""
+    if sums.dtype == left.dtype:
+        sums.baddbmm_(left, right)
     else:
-        coarse_GQ1 = less_GQ1.to(part_GQC.dtype)
-        columns[..., :1], columns[..., 1:2] = -coarse_GQ1, coarse_GQ1 - less_GQ1
-    return torch.cat([part_GQC, columns], dim=-1)
+        sums += torch.bmm(left, right)
 
 
 def _split(scale: float) -> tuple[float, float]:
@@ -165,43 +181,36 @@ def _split(scale: float) -> tuple[float, float]:
     return 2.0 ** (exponent - 1), 2 * mantissa
 
 
-def _hide(score_GQU: Tensor, block: Block, begin: int, end: int, rows_N: Tensor) -> Tensor:
-    """In place: -inf where keys [begin, end) come after the row. By addition, four times as fast as masked_fill_."""
-    first = max(begin, block.own)
-    if end > block.own + 1:  # all rows see the first of its own keys
-        hidden_BU = torch.arange(first, end) > rows_N[block.first : block.last, None]
-        mask_BU = torch.zeros(hidden_BU.shape, dtype=score_GQU.dtype).masked_fill_(hidden_BU, -torch.inf)
-        score_GQU.view(len(score_GQU), -1, len(mask_BU), end - begin)[..., first - begin :] += mask_BU
-    return score_GQU
-
-
 def _narrow_blocks(
     found: Sequence[Block], query_NAC: Tensor, key_TGC: Tensor, value_TGC: Tensor, rows_N: Tensor, scale: float,
     out_NAC: Tensor, lse_NA: Tensor,
 ) -> None:  # fmt: skip
     """Causal attention of all blocks, into out_NAC and lse_NA (both fp32), by products in the queries' dtype."""
-    (power, rest), groups, wide = _split(scale), key_TGC.shape[1], lse_NA.dtype
-    key_GTC, value_GTC = (part.transpose(0, 1).contiguous() for part in (key_TGC, value_TGC))
-    key_GTX = _with_columns(key_GTC, None)
+    from drafter.kernels_attention import largest, mixed, shares, with_columns
+
+    (power, rest), groups, width, rows = _split(scale), key_TGC.shape[1], key_TGC.shape[2], rows_N.numpy()
+    factor, one, step = _number(power, lse_NA.dtype), _number(1, lse_NA.dtype), _number(rest, lse_NA.dtype)
+    query, out, lse = bits(query_NAC), out_NAC.numpy(), lse_NA.numpy()
+    key_GTX, value_GTC = _heads_with_ones(key_TGC), value_TGC.transpose(0, 1).contiguous()
+    lse_NA.fill_(-torch.inf)  # holds the largest score until its row is done
+    none_NA = np.zeros_like(lse)
     for block in found:
-        rows, count = slice(block.first, block.last), block.last - block.first
-        query_GQC = _heads_first(query_NAC[rows], groups) * power
-        parts = []
+        first, seen = block.first, rows[block.first : block.last]
+        query_GQX = query_NAC.new_empty(groups, _queries(block, query_NAC, groups), width + _EXTRA)
+        with_columns(query, first, factor, none_NA, one, bits(query_GQX))
         for begin, end in _tiles(block):
-            score_GQU = torch.bmm(query_GQC, key_GTC[:, begin:end].transpose(1, 2))
-            largest_GQ1 = _hide(score_GQU, block, begin, end, rows_N).amax(-1, keepdim=True).to(wide)
-            largest_GQ1.clamp_(min=-1e30)  # a row that sees none of these keys
-            below_GQU = torch.bmm(_with_columns(query_GQC, largest_GQ1), key_GTX[:, begin:end].transpose(1, 2))
-            below_GQU = below_GQU if rest == 1 else below_GQU.mul_(rest)
-            exp_GQU = _hide(below_GQU, block, begin, end, rows_N).exp_()
-            sum_GQ1 = exp_GQU.sum(-1, keepdim=True, dtype=wide)
-            out_GQC = torch.bmm(exp_GQU, value_GTC[:, begin:end]).to(wide).div_(sum_GQ1.clamp(min=1e-30))
-            lse_GQ1 = sum_GQ1.log_().add_(largest_GQ1 * rest)
-            parts.append((_rows_first(out_GQC, count), _rows_first(lse_GQ1, count)[..., 0]))
-        out, lse = parts[0]
-        for more in parts[1:]:
-            out, lse = _merged(out, lse, *more)
-        out_NAC[rows], lse_NA[rows] = out, lse
+            score_GQU = torch.bmm(query_GQX, key_GTX[:, begin:end].transpose(1, 2))
+            largest(bits(score_GQU), seen, begin, first, lse)
+        with_columns(query, first, factor, lse, one, bits(query_GQX))
+        sums_GQ = torch.zeros(query_GQX.shape[:2], dtype=lse_NA.dtype)
+        values_GQC = torch.zeros(*query_GQX.shape[:2], width, dtype=lse_NA.dtype)
+        for begin, end in _tiles(block):
+            share_GQU = torch.bmm(query_GQX, key_GTX[:, begin:end].transpose(1, 2))
+            shares(bits(share_GQU), step, seen, begin, sums_GQ.numpy())
+            _add_product(values_GQC, share_GQU, value_GTC[:, begin:end])
+        mixed(values_GQC.numpy(), sums_GQ.numpy(), step, first, out, lse)
+    if not lse_NA.isfinite().all():  # compiled loops do not carry a NaN on
+        out_NAC.masked_fill_(~lse_NA.isfinite()[..., None], torch.nan)
 
 
 def _fused_blocks(
@@ -241,16 +250,6 @@ def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[T
     total = torch.logaddexp(lse, more_lse)
     share = (lse - total).exp_()[..., None]
     return out * share + more * (more_lse - total).exp_()[..., None], total
-
-
-def _heads_first(part_BAC: Tensor, groups: int) -> Tensor:
-    """[G, R * B, C] of [B, A, C]: the queries that share a key head, side by side."""
-    return part_BAC.transpose(0, 1).reshape(groups, -1, part_BAC.shape[-1])
-
-
-def _rows_first(part_GQC: Tensor, count: int) -> Tensor:
-    """[B, A, C] of [G, R * B, C]."""
-    return part_GQC.view(-1, count, part_GQC.shape[-1]).transpose(0, 1)
 
 
 def _tiles(block: Block) -> list[tuple[int, int]]:

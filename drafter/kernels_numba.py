@@ -1,7 +1,8 @@
 """Compiled loops over rows of fp32, or of bf16 as uint16 bit patterns: what torch on a CPU needs several slow passes for.
 
 A number of a row costs 0.1 ns (fp32) or 0.3 (bf16) here for softmax's exponential and sum, and 0.8 or 0.7 in torch; torch
-has no fused RMS norm for CPUs. Sums and products are fp32 (fp64 in `own_*` where the arrays are). Arrays are C-contiguous.
+has no fused RMS norm for CPUs. Sums and products are fp32 (fp64 in
+kernels_attention.py where the arrays are). Arrays are C-contiguous.
 
 Shape suffixes as in drafter/model.py.
 """
@@ -15,7 +16,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-_OPTIONS: Any = {"nogil": True, "cache": True, "fastmath": True, "error_model": "numpy"}
+OPTIONS: Any = {"nogil": True, "cache": True, "fastmath": True, "error_model": "numpy"}
 
 
 # Implementations of an overload must have its very signature, which therefore has no types.
@@ -29,6 +30,14 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
 
 def _order(value):  # type: ignore[no-untyped-def]
     """An integer that is greater where the number is, and greatest for NaN: its maximum is vectorised."""
+
+
+def _unordered(order, like):  # type: ignore[no-untyped-def]
+    """The number, of the kind of `like`, that `_order` gave this integer."""
+
+
+def _power(x):  # type: ignore[no-untyped-def]
+    """exp of x, which may be a little above 0."""
 
 
 @overload(_wide, inline="always")
@@ -63,9 +72,25 @@ def _order_of(value):  # type: ignore[no-untyped-def]
     return of_half if value == types.uint16 else of_single
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@overload(_unordered, inline="always")
+def _unordered_of(order, like):  # type: ignore[no-untyped-def]
+    def of_half(order, like):  # type: ignore[no-untyped-def]
+        return np.uint16(order ^ ((order >> np.int16(15)) & np.int16(0x7FFF)))
+
+    def of_single(order, like):  # type: ignore[no-untyped-def]
+        return np.int32(order ^ ((order >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+    return of_half if like == types.uint16 else of_single
+
+
+@overload(_power, inline="always")
+def _power_of(x):  # type: ignore[no-untyped-def]
+    return (lambda x: np.exp(x)) if x == types.float64 else (lambda x: _exp(x))
+
+
+@numba.njit(inline="always", **OPTIONS)
 def _exp(x: Any) -> Any:
-    """exp of x <= 0 to 6e-7 of itself: 2^i times a polynomial in the rest, which is at most 1/2."""
+    """exp of x < 88 to 6e-7 of itself: 2^i times a polynomial in the rest, which is at most 1/2."""
     y = max(x * np.float32(1.4426950408889634), np.float32(-126.0))
     i = np.floor(y + np.float32(0.5))
     f = y - i
@@ -79,7 +104,7 @@ def _exp(x: Any) -> Any:
     return p * np.int32((np.int32(i) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def exponentials(z: Any, largest: Any, sums: Any, best: Any) -> None:
     """exp(z - the row's largest) in place. Of each row: largest fp32, sum fp32 of what is left there, best int64."""
     rows, width = z.shape
@@ -100,37 +125,41 @@ def exponentials(z: Any, largest: Any, sums: Any, best: Any) -> None:
         largest[row], sums[row] = biggest, total
 
 
-@numba.njit(**_OPTIONS)
-def rms_norm(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
-    """out = x * scale * weight, scale [rows] = 1 / sqrt(mean of squares + eps)."""
+@numba.njit(**OPTIONS)
+def rms_norm(x: Any, weight: Any, eps: Any, first: Any, out: Any, scale: Any) -> None:
+    """out, from column `first` on, = x * scale * weight, scale [rows] = 1 / sqrt(mean of squares + eps)."""
     rows, width = x.shape
     for row in range(rows):
-        square = np.float32(0)
+        one, normed, square = x[row], out[row, first : first + width], np.float32(0)
         for column in range(width):
-            value = _wide(x[row, column])
+            value = _wide(one[column])
             square += value * value
-        scale[row] = np.float32(1) / np.sqrt(square / np.float32(width) + eps)
+        by = np.float32(1) / np.sqrt(square / np.float32(width) + eps)
+        scale[row] = by
         for column in range(width):
-            out[row, column] = _narrow(_wide(x[row, column]) * scale[row] * weight[column], x[row, column])
+            normed[column] = _narrow(_wide(one[column]) * by * weight[column], one[column])
 
 
-@numba.njit(**_OPTIONS)
-def rms_norm_backward(grad: Any, x: Any, weight: Any, scale: Any, grad_x: Any, grad_weight: Any) -> None:
-    """Gradient of x, and what the rows add to that of the weight (fp32)."""
+@numba.njit(**OPTIONS)
+def rms_norm_backward(grad: Any, first: Any, x: Any, weight: Any, scale: Any, grad_x: Any, grad_weight: Any) -> None:
+    """Gradient of x, where grad_x has rows, and what the rows add to that of the weight (fp32)."""
     rows, width = x.shape
     for row in range(rows):
-        along = np.float32(0)
+        one, pulls, by = x[row], grad[row, first : first + width], scale[row]
         for column in range(width):
-            along += _wide(grad[row, column]) * weight[column] * _wide(x[row, column])
-        by = scale[row]
-        along = along * by * by / np.float32(width)
-        for column in range(width):
-            value, pull = _wide(x[row, column]), _wide(grad[row, column])
-            grad_weight[column] += pull * value * by
-            grad_x[row, column] = _narrow((pull * weight[column] - value * along) * by, x[row, column])
+            grad_weight[column] += _wide(pulls[column]) * _wide(one[column]) * by
+        if len(grad_x):
+            along = np.float32(0)
+            for column in range(width):
+                along += _wide(pulls[column]) * weight[column] * _wide(one[column])
+            along = along * by * by / np.float32(width)
+            found = grad_x[row]
+            for column in range(width):
+                value, pull = _wide(one[column]), _wide(pulls[column])
+                found[column] = _narrow((pull * weight[column] - value * along) * by, one[column])
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(**OPTIONS)
 def rotate(x: Any, cos: Any, sin: Any, back: Any, out: Any) -> None:
     """RoPE over half-heads of x [N, A, C], by cos and sin [N, C / 2]; the other way round where `back` is -1."""
     rows, heads, width = x.shape
@@ -144,58 +173,59 @@ def rotate(x: Any, cos: Any, sin: Any, back: Any, out: Any) -> None:
                 out[row, head, half + column] = _narrow(high * c + low * s, x[row, head, column])
 
 
-@numba.njit(**_OPTIONS)
-def own_scores(query: Any, key: Any, scale: Any, out: Any) -> None:
-    """out [N, A] = scale * query . key, of query [N, A, C] and each row's own key [N, G, C]."""
-    rows, heads, width = query.shape
-    share = heads // key.shape[1]
+@numba.njit(inline="always", **OPTIONS)
+def _sigmoid(x: Any) -> Any:
+    return np.float32(1) / (np.float32(1) + _exp(min(-x, np.float32(87))))
+
+
+@numba.njit(**OPTIONS)
+def swiglu(gate: Any, up: Any, out: Any) -> None:
+    """out = gate * sigmoid(gate) * up, of [rows, width]."""
+    rows, width = gate.shape
     for row in range(rows):
-        for head in range(heads):
-            dot = np.float32(0)
-            for column in range(width):
-                dot += _wide(query[row, head, column]) * _wide(key[row, head // share, column])
-            out[row, head] = dot * scale
+        gates, ups, outs = gate[row], up[row], out[row]
+        for column in range(width):
+            g = _wide(gates[column])
+            outs[column] = _narrow(g * _sigmoid(g) * _wide(ups[column]), gates[column])
 
 
-@numba.njit(**_OPTIONS)
-def own_values(share_NA: Any, value: Any, out: Any) -> None:
-    """out [N, A, C] fp32 += share * value, of each row's own value [N, G, C]."""
-    rows, heads, width = out.shape
-    share = heads // value.shape[1]
+@numba.njit(**OPTIONS)
+def swiglu_backward(grad: Any, gate: Any, up: Any, grad_gate: Any, grad_up: Any) -> None:
+    rows, width = gate.shape
     for row in range(rows):
-        for head in range(heads):
-            for column in range(width):
-                out[row, head, column] += share_NA[row, head] * _wide(value[row, head // share, column])
+        pulls, gates, ups, to_gate, to_up = grad[row], gate[row], up[row], grad_gate[row], grad_up[row]
+        for column in range(width):
+            g, pull = _wide(gates[column]), _wide(pulls[column])
+            share = _sigmoid(g)
+            slope = share * (np.float32(1) + g * (np.float32(1) - share))
+            to_gate[column] = _narrow(pull * _wide(ups[column]) * slope, gates[column])
+            to_up[column] = _narrow(pull * g * share, gates[column])
 
 
-@numba.njit(**_OPTIONS)
-def own_backward(
-    query: Any, key: Any, value: Any, grad: Any, lse: Any, delta: Any, scale: Any, grad_query: Any, grad_key: Any,
-    grad_value: Any,
-) -> None:  # fmt: skip
-    """Gradients of one own key and value of every row, and grad_query [N, A, C] fp32 += what it adds to the query's.
-
-    lse, delta: [N, A] fp32, as drafter/attention_cpu.py has them.
-    """
-    rows, heads, width = query.shape
-    groups = key.shape[1]
-    share = heads // groups
-    sum_key, sum_value = np.empty(width, lse.dtype), np.empty(width, lse.dtype)
+@numba.njit(**OPTIONS)
+def taught(
+    states_ND: Any, mean_SD: Any, slot_N: Any, share_N: Any, sums_N: Any, along_N: Any, factor_ND: Any, taught_SD: Any
+) -> None:
+    """Of drafter/head_loss.py: along = h . E; factor = h * share / sum; taught += h * share, at the row's teacher."""
+    rows, width = states_ND.shape
     for row in range(rows):
-        for group in range(groups):
-            sum_key[:] = 0
-            sum_value[:] = 0
-            for head in range(group * share, (group + 1) * share):
-                dot, pull = np.float32(0), np.float32(0)
-                for column in range(width):
-                    dot += _wide(query[row, head, column]) * _wide(key[row, group, column])
-                    pull += _wide(grad[row, head, column]) * _wide(value[row, group, column])
-                taken = np.exp(dot * scale - lse[row, head])
-                by = taken * (pull - delta[row, head]) * scale
-                for column in range(width):
-                    grad_query[row, head, column] += by * _wide(key[row, group, column])
-                    sum_key[column] += by * _wide(query[row, head, column])
-                    sum_value[column] += taken * _wide(grad[row, head, column])
-            for column in range(width):
-                grad_key[row, group, column] = _narrow(sum_key[column], key[row, group, column])
-                grad_value[row, group, column] = _narrow(sum_value[column], key[row, group, column])
+        states, mean, factor, sums = states_ND[row], mean_SD[slot_N[row]], factor_ND[row], taught_SD[slot_N[row]]
+        share, by, along = share_N[row], share_N[row] / sums_N[row], np.float32(0)
+        for column in range(width):
+            along += _wide(states[column]) * mean[column]
+        for column in range(width):
+            value = _wide(states[column])
+            factor[column] = _narrow(value * by, states[column])
+            sums[column] += value * share
+        along_N[row] = along
+
+
+@numba.njit(**OPTIONS)
+def pulled(drawn_ND: Any, mean_SD: Any, slot_N: Any, share_N: Any, sums_N: Any, at_N: Any, grad_ND: Any) -> None:
+    """Row at_N of grad_ND = (q W - E) * share, where drawn is q W times the row's sum."""
+    rows, width = drawn_ND.shape
+    for row in range(rows):
+        drawn, mean, grad = drawn_ND[row], mean_SD[slot_N[row]], grad_ND[at_N[row]]
+        share, by = share_N[row], share_N[row] / sums_N[row]
+        for column in range(width):
+            grad[column] = _narrow(_wide(drawn[column]) * by - mean[column] * share, grad[column])

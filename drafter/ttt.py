@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from drafter.attention import attend
+from drafter.attention import Later, attend
 from drafter.errors import DrafterError
 from drafter.model import Drafter
 
@@ -59,7 +59,7 @@ def unroll(
     attention = layer.self_attn
     rows_N = torch.arange(len(position_T), device=device)
     hidden_ND = drafter.fused(features_TF)
-    later: list[tuple[Tensor, Tensor]] = []
+    later: list[Later] = []
     for step in range(steps):
         if step == 0:
             inputs = layer.inputs(_embedding(drafter, token_ids_T, rows_N, end_T, 1), hidden_ND)
@@ -68,13 +68,12 @@ def unroll(
             keep = wanted_KT[step][rows_N].nonzero().squeeze(1)
             # index_select: there and back it takes a quarter of the time of `[keep]`.
             rows_N, hidden_ND = rows_N[keep], hidden_ND.index_select(0, keep)
-            later = [(key.index_select(0, keep), value.index_select(0, keep)) for key, value in later]
             if step == 0:
                 inputs = inputs.index_select(0, keep)
         if step > 0:
             hidden_ND = drafter.fed_back(hidden_ND)
             inputs = layer.inputs(_embedding(drafter, token_ids_T, rows_N, end_T, 1 + step), hidden_ND)
-            later.append(attention.key_value(inputs, position_T[rows_N] + step))
+            later.append(Later(*attention.key_value(inputs, position_T[rows_N] + step), rows_N))
         query_NAC = attention.query(inputs, position_T[rows_N] + step)
         attended_NAC = attend(query_NAC, key_TGC, value_TGC, later, rows_N, lengths)
         hidden_ND = layer.outputs(hidden_ND, attended_NAC)
