@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from drafter.divergences import divergence, entropy
 from drafter.exponentials import Sums, exponentials
+from drafter.mean_rows import pull, taught
 from drafter.teacher import Teacher
 
 # Logits that exist at one time, drafter's and teacher's together: 262 rows of 32,000, 16 MiB in bf16. Below 256 rows the
@@ -75,13 +76,10 @@ class HeadLoss(torch.autograd.Function):
                 scale_S = teacher.shares(first, last, exp_RW[count:])
                 sums = exponentials(states, weight_WD, exp_RW[:count])
                 draft_N[at] = sums.best_N
-                found = chunk_loss(
-                    kind, states, weight_WD, exp_RW, sums, scale_S, slot_N[at] - first, share_N[at],
-                    grad_hidden_ND is not None, grad_weight_WD,
+                loss_N[at] = chunk_loss(
+                    kind, states, weight_WD, exp_RW, sums, scale_S, slot_N[at] - first, share_N[at], grad_hidden_ND, at,
+                    grad_weight_WD,
                 )  # fmt: skip
-                loss_N[at] = found[0]
-                if grad_hidden_ND is not None:
-                    grad_hidden_ND.index_copy_(0, at, found[1].to(hidden_ND.dtype))
         ctx.grads = grad_hidden_ND, grad_weight_WD
         ctx.mark_non_differentiable(loss_N, draft_N)
         return (loss_N * share_N).sum(), loss_N, draft_N
@@ -98,32 +96,29 @@ class HeadLoss(torch.autograd.Function):
 
 def _by_mean_row(
     kind: str, states: Tensor, weight_WD: Tensor, exp_RW: Tensor, sums: Sums, scale_S: Tensor, slot: Tensor,
-    share: Tensor, wants_hidden: bool, grad_weight_WD: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Loss of a chunk's rows and gradient of their states, as the module says; adds to that of the weight.
+    share: Tensor, grad_ND: Tensor | None, at: Tensor, grad_weight_WD: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Loss of a chunk's rows; writes the gradient of their states into rows `at`, and adds to that of the weight.
 
     exp_RW: the rows' exponentials, then those of the teacher. slot: where in the teacher each row's is.
     """
     count = len(states)
     mean_SD = (exp_RW[count:] @ weight_WD).float() * scale_S[:, None]
-    mean = mean_SD.index_select(0, slot)
-    loss = sums.log - (states.float() * mean).sum(-1)
+    along, factor, taught_SD = taught(states, mean_SD, slot, share, sums.sum)
+    loss = sums.log - along
     if kind == "kl":
         loss -= entropy(exp_RW[count:], scale_S)[slot]
     if grad_weight_WD is not None:
-        taught_SD = torch.zeros_like(mean_SD).index_add_(0, slot, states.float() * share[:, None])
-        factor = states.float() * (share / sums.sum)[:, None]
-        _add_product(grad_weight_WD, exp_RW, torch.cat([factor, taught_SD * -scale_S[:, None]]).to(states.dtype))
-    if not wants_hidden:
-        return loss, mean
-    drawn = (exp_RW[:count] @ weight_WD).float().div_(sums.sum[:, None])
-    return loss, drawn.sub_(mean).mul_(share[:, None])
+        _add_product(grad_weight_WD, exp_RW, torch.cat([factor, (taught_SD * -scale_S[:, None]).to(states.dtype)]))
+    if grad_ND is not None:
+        pull(exp_RW[:count] @ weight_WD, mean_SD, slot, share, sums.sum, at, grad_ND)
+    return loss
 
 
 def _by_logits(
     kind: str, states: Tensor, weight_WD: Tensor, exp_RW: Tensor, sums: Sums, scale_S: Tensor, slot: Tensor,
-    share: Tensor, wants_hidden: bool, grad_weight_WD: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    share: Tensor, grad_ND: Tensor | None, at: Tensor, grad_weight_WD: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`_by_mean_row` for any divergence: both probabilities and the gradient of the logits are formed, in fp32."""
     count = len(states)
     draft_NW = exp_RW[:count].float() / sums.sum[:, None]
@@ -132,7 +127,9 @@ def _by_logits(
     grad = (grad_NW * share[:, None]).to(states.dtype)
     if grad_weight_WD is not None:
         _add_product(grad_weight_WD, grad, states)
-    return loss, (grad @ weight_WD).float() if wants_hidden else loss
+    if grad_ND is not None:
+        grad_ND.index_copy_(0, at, (grad @ weight_WD).to(grad_ND.dtype))
+    return loss
 
 
 def _add_product(sum_WD: Tensor, left_RW: Tensor, right_RD: Tensor) -> None:

@@ -4,7 +4,8 @@ Row t is the pair (features of token t, embedding of token t+1) and predicts tok
 several steps is `drafter.ttt`; this file holds what one step computes.
 
 Shape suffixes: T rows of a packed batch, N rows at work, D hidden_size, F = K * target_hidden_size (K captured layers),
-A attention heads, G key/value heads, C head_dim, V the verifier's vocabulary, W the draft vocabulary.
+A attention heads, G key/value heads, C head_dim, I intermediate_size, V the verifier's vocabulary,
+W the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafter.compiled import CompiledNorm, CompiledRotation
+from drafter.compiled import CompiledNorm, CompiledRotation, CompiledSwiGLU
 from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
 from drafter.rope import frequencies
@@ -99,7 +100,11 @@ class MidLayer(nn.Module):
 
     def inputs(self, embedding_ND: Tensor, hidden_ND: Tensor) -> Tensor:
         """What the attention projects, [N, 2D]."""
-        return torch.cat([self.input_layernorm(embedding_ND), self.hidden_norm(hidden_ND)], dim=-1)
+        first, second = self.input_layernorm, self.hidden_norm
+        if first.compiled(embedding_ND) and second.compiled(hidden_ND) and embedding_ND.dtype == hidden_ND.dtype:
+            both: Tensor = CompiledNorm.apply(first.eps, embedding_ND, first.weight, hidden_ND, second.weight)
+            return both
+        return torch.cat([first(embedding_ND), second(hidden_ND)], dim=-1)
 
     def outputs(self, hidden_ND: Tensor, attended_NAC: Tensor) -> Tensor:
         """The layer's output before the last norm, [N, D]: what the head reads and what the next step is fed."""
@@ -154,10 +159,14 @@ def _compiled(x: Tensor) -> bool:
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Under autocast x is bf16 and the weight fp32, for which torch has no fused norm: it is given fp32 then."""
-        if _compiled(x) and self.weight.dtype == torch.float32:
-            normed: Tensor = CompiledNorm.apply(x, self.weight, self.eps)
+        if self.compiled(x):
+            normed: Tensor = CompiledNorm.apply(self.eps, x, self.weight)
             return normed
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+    def compiled(self, x: Tensor) -> bool:
+        """Whether x is normed by `CompiledNorm`."""
+        return _compiled(x) and self.weight.dtype == torch.float32
 
 
 class SwiGLU(nn.Module):
@@ -168,5 +177,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate, width, bias=False)
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        mixed_ND: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden_ND)) * self.up_proj(hidden_ND))
+        gate_NI, up_NI = self.gate_proj(hidden_ND), self.up_proj(hidden_ND)
+        inner_NI = CompiledSwiGLU.apply(gate_NI, up_NI) if _compiled(gate_NI) else functional.silu(gate_NI) * up_NI
+        mixed_ND: Tensor = self.down_proj(inner_NI)
         return mixed_ND
