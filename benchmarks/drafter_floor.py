@@ -1,7 +1,7 @@
 """How fast a training step could be: the matrix products it cannot do without, at the rate measured, and its attention.
 
 Counted are rows that the loss needs: all rows give step-0 keys and values; a row with loss at step k is computed at
-steps 0 .. k. Each product is measured alone, in its own shape, forward and both ways back. Left out: norms, RoPE,
+steps 0 .. k; what a token's embedding adds to queries, keys and values is the same at every step and counted once. Each product is measured alone, in its own shape, forward and both ways back. Left out: norms, RoPE,
 softmax, sums, the optimiser. What a step takes beyond this floor is overhead.
 """
 
@@ -82,11 +82,15 @@ def floor(shape: Shape, dtype: torch.dtype, lm_head_trained: bool = True) -> dic
     heads, groups = (sizes[name] * sizes["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     inner = sizes["intermediate_size"]
     layer = product(shape.tokens, len(LAYERS) * width, width, dtype, input_grad=False)
-    layer += 2 * product(shape.tokens, 2 * width, groups, dtype)
+    # Of queries, keys and values: the embedding's half once a token, the features' half once a row and step.
+    layer += product(shape.tokens, width, heads + 2 * groups, dtype)
     for step, count in enumerate(rows):
-        layer += product(count, 2 * width, heads, dtype) + product(count, heads, width, dtype)
+        if step == 0:
+            layer += product(shape.tokens, width, 2 * groups, dtype) + product(count, width, heads, dtype)
+        else:
+            layer += product(count, width, heads + 2 * groups, dtype)
+        layer += product(count, heads, width, dtype)
         layer += 2 * product(count, width, inner, dtype) + product(count, inner, width, dtype)
-        layer += 2 * product(count, 2 * width, groups, dtype) if step else 0.0
     # 512 rows of the head's product are enough to know its rate.
     some = max(1, min(512, sum(rows)))
     head = product(some, width, shape.draft, dtype, weight_grad=lm_head_trained) * sum(rows) / some

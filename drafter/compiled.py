@@ -13,45 +13,30 @@ from drafter.exponentials import bits
 
 
 class CompiledNorm(torch.autograd.Function):
-    """RMS norms of parts x [..., D_i] in fp32 or bf16, side by side: x / sqrt(mean of squares + eps) * weight [D_i] fp32.
-
-    given: x, weight, x, weight, ... The output is in the dtype of the x, which is one.
-    """
+    """x [..., D] in fp32 or bf16, weight [D] fp32: x / sqrt(mean of squares + eps) * weight, in x's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, eps: float, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from drafter.kernels_numba import rms_norm
 
-        parts = [one.reshape(-1, one.shape[-1]).contiguous() for one in given[0::2]]
-        # Copies: FSDP frees a weight's storage after an update, which none can that numpy has seen.
-        weights = [one.detach().clone() for one in given[1::2]]
-        scale_PN = torch.empty(len(parts), len(parts[0]))
-        out_ND = parts[0].new_empty(len(parts[0]), sum(one.shape[1] for one in parts))
-        first, out = 0, bits(out_ND)
-        for x_ND, weight, scale_N in zip(parts, weights, scale_PN, strict=True):
-            rms_norm(bits(x_ND), weight.numpy(), np.float32(eps), first, out, scale_N.numpy())
-            first += x_ND.shape[1]
-        ctx.save_for_backward(scale_PN, *parts, *weights)
-        return out_ND.view(*given[0].shape[:-1], out_ND.shape[1])
+        x_ND = x.reshape(-1, x.shape[-1]).contiguous()
+        weight = weight.detach().clone()  # FSDP frees its storage after an update, which none can that numpy has seen
+        out_ND, scale_N = torch.empty_like(x_ND), torch.empty(len(x_ND))
+        rms_norm(bits(x_ND), weight.numpy(), np.float32(eps), bits(out_ND), scale_N.numpy())
+        ctx.save_for_backward(x_ND, weight, scale_N)
+        return out_ND.view(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
         from drafter.kernels_numba import rms_norm_backward
 
-        scale_PN, *saved = ctx.saved_tensors
-        count, first = len(scale_PN), 0
-        found: list[Tensor | None] = [None]
-        pulls = bits(grad.reshape(-1, grad.shape[-1]).contiguous())
-        for at, (x_ND, weight, scale_N) in enumerate(zip(saved[:count], saved[count:], scale_PN, strict=True)):
-            wanted = ctx.needs_input_grad[1 + 2 * at]  # not that of a frozen embedding
-            grad_x_ND, grad_weight = torch.empty_like(x_ND[: None if wanted else 0]), torch.zeros_like(weight)
-            rms_norm_backward(
-                pulls, first, bits(x_ND), weight.numpy(), scale_N.numpy(), bits(grad_x_ND), grad_weight.numpy()
-            )
-            first += x_ND.shape[1]
-            found += [grad_x_ND.view(*grad.shape[:-1], x_ND.shape[1]) if wanted else None, grad_weight]
-        return tuple(found)
+        x_ND, weight, scale_N = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0]  # not that of a frozen embedding
+        grad_x_ND, grad_weight = torch.empty_like(x_ND[: None if wanted else 0]), torch.zeros_like(weight)
+        pulls = bits(grad.reshape(x_ND.shape).contiguous())
+        rms_norm_backward(pulls, bits(x_ND), weight.numpy(), scale_N.numpy(), bits(grad_x_ND), grad_weight.numpy())
+        return grad_x_ND.view(grad.shape) if wanted else None, grad_weight, None
 
 
 class CompiledSwiGLU(torch.autograd.Function):
@@ -82,24 +67,50 @@ def _rows(tensor: Tensor) -> np.ndarray:
     return bits(tensor.flatten(0, -2))
 
 
-class CompiledRotation(torch.autograd.Function):
-    """RoPE over half-heads of x [N, A, C] in fp32 or bf16. cos_NC, sin_NC: [N, C / 2] fp32."""
+class CompiledHeads(torch.autograd.Function):
+    """Columns of projected_NO [N, heads * C] in fp32 or bf16 as parts [N, heads, C], some with RoPE over half-heads.
+
+    cos_PC, sin_PC: [P, C / 2] fp32, by position. at_N: [N] int64, of each row. width: C. turned: heads of each part with
+    RoPE; plain: of the one without, after them, which is left out where it has none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_NAC: Tensor, cos_NC: Tensor, sin_NC: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_NC, sin_NC)
-        return _rotated(x_NAC, cos_NC, sin_NC, 1.0)
+    def forward(
+        ctx: Any, projected_NO: Tensor, cos_PC: Tensor, sin_PC: Tensor, at_N: Tensor, width: int,
+        turned: tuple[int, ...], plain: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        from drafter.kernels_numba import turn
+
+        projected_NO = projected_NO.contiguous()
+        ctx.save_for_backward(cos_PC, sin_PC, at_N)
+        ctx.turned = len(turned)
+        parts = [projected_NO.new_empty(len(at_N), heads, width) for heads in turned]
+        first = 0
+        for part in parts:
+            turn(bits(projected_NO), first, cos_PC.numpy(), sin_PC.numpy(), at_N.numpy(), bits(part))
+            first += part.shape[1] * width
+        if plain:
+            parts.append(projected_NO[:, first:].contiguous().view(-1, plain, width))
+        return tuple(parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NAC: Tensor) -> tuple[Tensor, None, None]:
-        cos_NC, sin_NC = ctx.saved_tensors
-        return _rotated(grad_NAC, cos_NC, sin_NC, -1.0), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from drafter.kernels_numba import turn_back
+
+        turns, first = [one.numpy() for one in ctx.saved_tensors], 0
+        rows, _, width = grads[0].shape
+        grad_NO = grads[0].new_empty(rows, sum(part.shape[1] for part in grads) * width)
+        for number, part in enumerate(grads):
+            if number < ctx.turned:
+                turn_back(bits(part.contiguous()), first, *turns, bits(grad_NO))
+            else:
+                grad_NO[:, first:] = part.flatten(1)
+            first += part.shape[1] * width
+        return grad_NO, *[None] * 6
 
 
-def _rotated(x_NAC: Tensor, cos_NC: Tensor, sin_NC: Tensor, back: float) -> Tensor:
-    from drafter.kernels_numba import rotate
-
-    out_NAC = torch.empty(x_NAC.shape, dtype=x_NAC.dtype)
-    rotate(bits(x_NAC.contiguous()), cos_NC.numpy(), sin_NC.numpy(), np.float32(back), bits(out_NAC))
-    return out_NAC
+def is_compiled(x: Tensor) -> bool:
+    """Whether x is for the loops of drafter/kernels_numba.py."""
+    cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return cpu and x.dtype in (torch.float32, torch.bfloat16)

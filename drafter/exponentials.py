@@ -59,5 +59,5 @@ def _in_place(out_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def bits(tensor: Tensor) -> np.ndarray:
     """A contiguous CPU tensor as drafter/kernels_numba.py takes it: bf16 as uint16. Without a copy."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from drafter.divergences import divergence, entropy
 from drafter.exponentials import Sums, exponentials
 from drafter.mean_rows import pull, taught
+from drafter.precision import product_dtype
 from drafter.teacher import Teacher
 
 # Logits that exist at one time, drafter's and teacher's together: 262 rows of 32,000, 16 MiB in bf16. Below 256 rows the
@@ -50,7 +51,7 @@ class HeadLoss(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_WD: Tensor, teacher: Teacher, slot_N: Tensor, share_N: Tensor, kind: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         device, wants_hidden, wants_weight = hidden_ND.device, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight_WD.dtype
+        dtype = product_dtype(weight_WD)
         loss_N = torch.empty(len(hidden_ND), device=device)
         draft_N = torch.empty_like(slot_N)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None

@@ -126,11 +126,11 @@ def exponentials(z: Any, largest: Any, sums: Any, best: Any) -> None:
 
 
 @numba.njit(**OPTIONS)
-def rms_norm(x: Any, weight: Any, eps: Any, first: Any, out: Any, scale: Any) -> None:
-    """out, from column `first` on, = x * scale * weight, scale [rows] = 1 / sqrt(mean of squares + eps)."""
+def rms_norm(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
+    """out = x * scale * weight, scale [rows] = 1 / sqrt(mean of squares + eps)."""
     rows, width = x.shape
     for row in range(rows):
-        one, normed, square = x[row], out[row, first : first + width], np.float32(0)
+        one, normed, square = x[row], out[row], np.float32(0)
         for column in range(width):
             value = _wide(one[column])
             square += value * value
@@ -141,11 +141,11 @@ def rms_norm(x: Any, weight: Any, eps: Any, first: Any, out: Any, scale: Any) ->
 
 
 @numba.njit(**OPTIONS)
-def rms_norm_backward(grad: Any, first: Any, x: Any, weight: Any, scale: Any, grad_x: Any, grad_weight: Any) -> None:
+def rms_norm_backward(grad: Any, x: Any, weight: Any, scale: Any, grad_x: Any, grad_weight: Any) -> None:
     """Gradient of x, where grad_x has rows, and what the rows add to that of the weight (fp32)."""
     rows, width = x.shape
     for row in range(rows):
-        one, pulls, by = x[row], grad[row, first : first + width], scale[row]
+        one, pulls, by = x[row], grad[row], scale[row]
         for column in range(width):
             grad_weight[column] += _wide(pulls[column]) * _wide(one[column]) * by
         if len(grad_x):
@@ -160,17 +160,33 @@ def rms_norm_backward(grad: Any, first: Any, x: Any, weight: Any, scale: Any, gr
 
 
 @numba.njit(**OPTIONS)
-def rotate(x: Any, cos: Any, sin: Any, back: Any, out: Any) -> None:
-    """RoPE over half-heads of x [N, A, C], by cos and sin [N, C / 2]; the other way round where `back` is -1."""
-    rows, heads, width = x.shape
+def turn(x_NO: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, out_NAC: Any) -> None:
+    """out = RoPE over half-heads of x, from column `first` on; row by row by cos and sin [P, C / 2] at at_N."""
+    rows, heads, width = out_NAC.shape
     half = width // 2
     for row in range(rows):
+        cos, sin = cos_PC[at_N[row]], sin_PC[at_N[row]]
         for head in range(heads):
+            x, out = x_NO[row, first + head * width : first + (head + 1) * width], out_NAC[row, head]
             for column in range(half):
-                low, high = _wide(x[row, head, column]), _wide(x[row, head, half + column])
-                c, s = cos[row, column], sin[row, column] * back
-                out[row, head, column] = _narrow(low * c - high * s, x[row, head, column])
-                out[row, head, half + column] = _narrow(high * c + low * s, x[row, head, column])
+                low, high = _wide(x[column]), _wide(x[half + column])
+                out[column] = _narrow(low * cos[column] - high * sin[column], x[column])
+                out[half + column] = _narrow(high * cos[column] + low * sin[column], x[column])
+
+
+@numba.njit(**OPTIONS)
+def turn_back(grad_NAC: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, out_NO: Any) -> None:
+    """out, from column `first` on, = the other way round: the gradient of `turn`."""
+    rows, heads, width = grad_NAC.shape
+    half = width // 2
+    for row in range(rows):
+        cos, sin = cos_PC[at_N[row]], sin_PC[at_N[row]]
+        for head in range(heads):
+            grad, out = grad_NAC[row, head], out_NO[row, first + head * width : first + (head + 1) * width]
+            for column in range(half):
+                low, high = _wide(grad[column]), _wide(grad[half + column])
+                out[column] = _narrow(low * cos[column] + high * sin[column], grad[column])
+                out[half + column] = _narrow(high * cos[column] - low * sin[column], grad[column])
 
 
 @numba.njit(inline="always", **OPTIONS)

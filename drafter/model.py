@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafter.compiled import CompiledNorm, CompiledRotation, CompiledSwiGLU
+from drafter.compiled import CompiledNorm, CompiledSwiGLU, is_compiled
 from drafter.config import DrafterConfig
 from drafter.errors import DrafterError
-from drafter.rope import frequencies
+from drafter.projections import Projections
 from vocab.mapping import DraftVocab
 
 
@@ -98,13 +98,15 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
 
-    def inputs(self, embedding_ND: Tensor, hidden_ND: Tensor) -> Tensor:
-        """What the attention projects, [N, 2D]."""
-        first, second = self.input_layernorm, self.hidden_norm
-        if first.compiled(embedding_ND) and second.compiled(hidden_ND) and embedding_ND.dtype == hidden_ND.dtype:
-            both: Tensor = CompiledNorm.apply(first.eps, embedding_ND, first.weight, hidden_ND, second.weight)
-            return both
-        return torch.cat([first(embedding_ND), second(hidden_ND)], dim=-1)
+    def embedded(self, embedding_TD: Tensor, embedding_OD: Tensor) -> Tensor:
+        """What the embeddings of tokens add to queries, keys and values, [T, O], by their half of the weights."""
+        dtype = torch.promote_types(embedding_TD.dtype, embedding_OD.dtype)
+        normed_TD = self.input_layernorm(embedding_TD.to(dtype))
+        return functional.linear(normed_TD.to(embedding_OD.dtype), embedding_OD)
+
+    def projected(self, hidden_ND: Tensor, embedded_NO: Tensor, features_OD: Tensor) -> Tensor:
+        """Queries, keys and values, [N, O], or some of their columns: those of the features added to the embeddings'."""
+        return torch.addmm(embedded_NO, self.hidden_norm(hidden_ND).to(features_OD.dtype), features_OD.T)
 
     def outputs(self, hidden_ND: Tensor, attended_NAC: Tensor) -> Tensor:
         """The layer's output before the last norm, [N, D]: what the head reads and what the next step is fed."""
@@ -113,60 +115,13 @@ class MidLayer(nn.Module):
         return mixed_ND
 
 
-class Projections(nn.Module):
-    """Queries, keys and values with RoPE on them, and the way back; who attends to whom is decided in `drafter.ttt`."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-        found = frequencies(config.rope_scaling, config.rope_theta, config.head_dim, config.max_position_embeddings)
-        # Not a buffer: a model cast to bf16 would take its frequencies along.
-        self.frequencies, self.rope_factor = found[0].tolist(), found[1]
-
-    def query(self, inputs: Tensor, positions_N: Tensor) -> Tensor:
-        """[N, A, C] from inputs [N, 2D] at these positions."""
-        return self._rotated(self.q_proj(inputs), positions_N)
-
-    def key_value(self, inputs: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Two of [N, G, C] from inputs [N, 2D] at these positions."""
-        value_NGC = self.v_proj(inputs).unflatten(-1, (-1, self.head_dim))
-        return self._rotated(self.k_proj(inputs), positions_N), value_NGC
-
-    def _rotated(self, projected: Tensor, positions_N: Tensor) -> Tensor:
-        """RoPE over half-heads (Llama's, not interleaved), angles and products in fp32 or better."""
-        wide = torch.promote_types(projected.dtype, torch.float32)
-        heads = projected.unflatten(-1, (-1, self.head_dim))
-        angles = positions_N[:, None, None] * torch.tensor(self.frequencies, device=projected.device, dtype=wide)
-        cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
-        if _compiled(heads):
-            rotated: Tensor = CompiledRotation.apply(heads, cos[:, 0], sin[:, 0])
-            return rotated
-        low, high = heads.to(wide).chunk(2, dim=-1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(projected.dtype)
-
-
-def _compiled(x: Tensor) -> bool:
-    """Whether x is for the loops of drafter/kernels_numba.py."""
-    cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    return cpu and x.dtype in (torch.float32, torch.bfloat16)
-
-
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Under autocast x is bf16 and the weight fp32, for which torch has no fused norm: it is given fp32 then."""
-        if self.compiled(x):
-            normed: Tensor = CompiledNorm.apply(self.eps, x, self.weight)
+        if is_compiled(x) and self.weight.dtype == torch.float32:
+            normed: Tensor = CompiledNorm.apply(x, self.weight, self.eps)
             return normed
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
-
-    def compiled(self, x: Tensor) -> bool:
-        """Whether x is normed by `CompiledNorm`."""
-        return _compiled(x) and self.weight.dtype == torch.float32
 
 
 class SwiGLU(nn.Module):
@@ -178,6 +133,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         gate_NI, up_NI = self.gate_proj(hidden_ND), self.up_proj(hidden_ND)
-        inner_NI = CompiledSwiGLU.apply(gate_NI, up_NI) if _compiled(gate_NI) else functional.silu(gate_NI) * up_NI
+        inner_NI = CompiledSwiGLU.apply(gate_NI, up_NI) if is_compiled(gate_NI) else functional.silu(gate_NI) * up_NI
         mixed_ND: Tensor = self.down_proj(inner_NI)
         return mixed_ND

@@ -257,5 +257,5 @@ def recompute_mlp(drafter: Drafter) -> None:
 def compile_layer(drafter: Drafter) -> None:
     """Compiles what the decoder layer computes row by row; attention is a fused kernel already. Lengths may vary."""
     layer = drafter.midlayer
-    for name in ("inputs", "outputs"):
+    for name in ("embedded", "projected", "outputs"):
         setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))

@@ -57,35 +57,49 @@ def unroll(
 
     layer = drafter.midlayer
     attention = layer.self_attn
+    queries, keys = attention.queries, attention.keys
+    turns = attention.turns(max(lengths) + steps)
+    embedding_OD, features_OD = attention.halves()
+    # Of each token, and of token 0, which is fed where there is none.
+    embedding_TD = drafter.embed_tokens(torch.cat([token_ids_T, token_ids_T.new_zeros(1)]))
+    embedded_TO = layer.embedded(embedding_TD, embedding_OD)
+
+    def fed(rows_N: Tensor, ahead: int) -> Tensor:
+        at_N = rows_N + ahead
+        return embedded_TO.index_select(0, torch.where(at_N < end_T[rows_N], at_N, len(token_ids_T)))
+
     rows_N = torch.arange(len(position_T), device=device)
     hidden_ND = drafter.fused(features_TF)
     later: list[Later] = []
     for step in range(steps):
-        if step == 0:
-            inputs = layer.inputs(_embedding(drafter, token_ids_T, rows_N, end_T, 1), hidden_ND)
-            key_TGC, value_TGC = attention.key_value(inputs, position_T)
-        if wanted_KT is not None:
-            keep = wanted_KT[step][rows_N].nonzero().squeeze(1)
-            # index_select: there and back it takes a quarter of the time of `[keep]`.
+        keep = None if wanted_KT is None else wanted_KT[step][rows_N].nonzero().squeeze(1)
+        if keep is not None and len(keep) == len(rows_N):
+            keep = None
+        if step == 0 and keep is not None:
+            # All rows give keys and values, and some have a query.
+            cut = queries * attention.head_dim
+            fed_NO = fed(rows_N, 1)
+            pair = layer.projected(hidden_ND, fed_NO[:, cut:], features_OD[cut:])
+            key_TGC, value_TGC = attention.heads(pair, turns, position_T, [keys], keys)
             rows_N, hidden_ND = rows_N[keep], hidden_ND.index_select(0, keep)
+            query = layer.projected(hidden_ND, fed_NO[:, :cut].index_select(0, keep), features_OD[:cut])
+            (query_NAC,) = attention.heads(query, turns, position_T[rows_N], [queries], 0)
+        else:
+            if keep is not None:
+                # index_select: there and back it takes a quarter of the time of `[keep]`.
+                rows_N, hidden_ND = rows_N[keep], hidden_ND.index_select(0, keep)
+            if step > 0:
+                hidden_ND = drafter.fed_back(hidden_ND)
+            projected_NO = layer.projected(hidden_ND, fed(rows_N, 1 + step), features_OD)
+            parts = attention.heads(projected_NO, turns, position_T[rows_N] + step, [queries, keys], keys)
+            query_NAC, key_NGC, value_NGC = parts
             if step == 0:
-                inputs = inputs.index_select(0, keep)
-        if step > 0:
-            hidden_ND = drafter.fed_back(hidden_ND)
-            inputs = layer.inputs(_embedding(drafter, token_ids_T, rows_N, end_T, 1 + step), hidden_ND)
-            later.append(Later(*attention.key_value(inputs, position_T[rows_N] + step), rows_N))
-        query_NAC = attention.query(inputs, position_T[rows_N] + step)
+                key_TGC, value_TGC = key_NGC, value_NGC
+            else:
+                later.append(Later(key_NGC, value_NGC, rows_N))
         attended_NAC = attend(query_NAC, key_TGC, value_TGC, later, rows_N, lengths)
         hidden_ND = layer.outputs(hidden_ND, attended_NAC)
         yield Step(rows_N, hidden_ND)
-
-
-def _embedding(drafter: Drafter, token_ids_T: Tensor, rows_N: Tensor, end_T: Tensor, ahead: int) -> Tensor:
-    """Embeddings of the tokens `ahead` of these rows, [N, D]; of token 0 where the sequence ends before."""
-    at_N = rows_N + ahead
-    ids_N = token_ids_T[at_N.clamp(max=len(token_ids_T) - 1)] * (at_N < end_T[rows_N])
-    embedding_ND: Tensor = drafter.embed_tokens(ids_N)
-    return embedding_ND
 
 
 def check_batch(drafter: Drafter, token_ids_T: Tensor, features_TF: Tensor, lengths: Sequence[int], steps: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense import small_drafter
+from dense import rope, small_drafter
 from torch import Tensor
 
 from drafter.acceptance import (
@@ -92,13 +92,16 @@ class Server:
 
     def _row(self, hidden: Tensor, token: Tensor, position: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         layer = self.drafter.midlayer
-        inputs = layer.inputs(self.drafter.embed_tokens(token), hidden)
-        where = torch.tensor([position])
-        query = layer.self_attn.query(inputs, where)[0]
-        key, value = layer.self_attn.key_value(inputs, where)
-        keys.append(key[0])
-        values.append(value[0])
-        group = query.shape[0] // key.shape[1]
+        attention, where = layer.self_attn, torch.tensor([position])
+        inputs = torch.cat([layer.input_layernorm(self.drafter.embed_tokens(token)), layer.hidden_norm(hidden)], dim=-1)
+        query, key, value = (
+            part(inputs).view(-1, attention.head_dim) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        theta = self.drafter.config.rope_theta
+        query = rope(query[None], where, theta)[0]
+        keys.append(rope(key[None], where, theta)[0])
+        values.append(value)
+        group = len(query) // len(key)
         attended = [
             torch.softmax(torch.stack([k[head // group] for k in keys]) @ one / one.shape[0] ** 0.5, 0)
             @ torch.stack([v[head // group] for v in values])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafter.compiled import CompiledNorm, CompiledRotation, CompiledSwiGLU
+from drafter.compiled import CompiledHeads, CompiledNorm, CompiledSwiGLU
 from drafter.exponentials import exponentials
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,37 +43,38 @@ def test_norm_and_its_gradients(dtype: torch.dtype) -> None:
     wide = x.detach().float().requires_grad_()
     truth = torch.nn.functional.rms_norm(wide, (48,), weight, 1e-5)
     expected = (truth.detach(), *torch.autograd.grad(truth, (wide, weight), grad.float()))
-    out = CompiledNorm.apply(1e-5, x, weight)
+    out = CompiledNorm.apply(x, weight, 1e-5)
     for one, other in zip((out.detach(), *torch.autograd.grad(out, (x, weight), grad)), expected, strict=True):
         torch.testing.assert_close(one.float(), other, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
 @DTYPES
-def test_the_gradient_of_a_rotation_is_the_rotation_back(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("plain", [0, 2])
+def test_heads_are_turned_by_their_positions_and_their_gradients_back(dtype: torch.dtype, plain: int) -> None:
     torch.manual_seed(0)
-    angle = torch.rand(5, 4)
-    x = torch.randn(5, 3, 8).to(dtype).requires_grad_()
-    turned = CompiledRotation.apply(x, angle.cos(), angle.sin())
-    low, high = x.detach().float().chunk(2, dim=-1)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    angle, at = torch.rand(9, 4), torch.tensor([0, 3, 3, 8, 1])
+    heads = 3 + 1 + plain
+    x = torch.randn(5, heads * 8).to(dtype).requires_grad_()
+    parts = CompiledHeads.apply(x, angle.cos(), angle.sin(), at, 8, (3, 1), plain)
+    assert [part.shape[1] for part in parts] == [3, 1, *([plain] if plain else [])]
+    low, high = x.detach().float().view(5, heads, 8)[:, :4].chunk(2, dim=-1)
+    cos, sin = angle.cos()[at, None], angle.sin()[at, None]
     truth = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-    torch.testing.assert_close(turned.detach().float(), truth, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
-    back = torch.autograd.grad(turned, x, turned.detach())[0]
+    found = torch.cat(parts, dim=1).detach().float()
+    torch.testing.assert_close(found[:, :4], truth, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+    assert torch.equal(found[:, 4:].flatten(1), x.detach().float()[:, 32:])
+    back = torch.autograd.grad(parts, x, [part.detach() for part in parts])[0]
     torch.testing.assert_close(back.float(), x.detach().float(), atol=2 * ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
 @DTYPES
-def test_norms_side_by_side_are_those_norms_and_a_frozen_part_has_no_gradient(dtype: torch.dtype) -> None:
+def test_a_frozen_input_of_a_norm_has_no_gradient_and_the_weights_is_the_same(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    frozen, x = torch.randn(5, 24).to(dtype), torch.randn(5, 48).to(dtype).requires_grad_()
-    weights = [torch.rand(24).requires_grad_(), torch.rand(48).requires_grad_()]
-    grad = torch.randn(5, 72).to(dtype)
-    both = CompiledNorm.apply(1e-5, frozen, weights[0], x, weights[1])
-    apart = torch.cat([CompiledNorm.apply(1e-5, *pair) for pair in zip((frozen, x), weights, strict=True)], -1)
-    assert torch.equal(both, apart)
-    found, expected = (torch.autograd.grad(out, (x, *weights), grad) for out in (both, apart))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    x, weight, grad = torch.randn(5, 24).to(dtype), torch.rand(24).requires_grad_(), torch.randn(5, 24).to(dtype)
+    moving = x.clone().requires_grad_()
+    frozen, both = (CompiledNorm.apply(one, weight, 1e-5) for one in (x, moving))
+    expected = torch.autograd.grad(both, (moving, weight), grad)[1]
+    assert torch.equal(torch.autograd.grad(frozen, weight, grad)[0], expected)
 
 
 @DTYPES
@@ -99,6 +100,6 @@ def test_a_nan_or_an_infinity_in_a_norm_or_a_gate_is_not_lost(dtype: torch.dtype
         x = torch.ones(2, 40).to(dtype)
         x[1, 3] = bad
         weight = torch.ones(40)
-        assert CompiledNorm.apply(1e-5, x, weight).isfinite().all(-1).tolist() == [True, False]
+        assert CompiledNorm.apply(x, weight, 1e-5).isfinite().all(-1).tolist() == [True, False]
         assert CompiledSwiGLU.apply(x, torch.ones_like(x)).isfinite().all(-1).tolist() == [True, False]
         assert CompiledSwiGLU.apply(torch.ones_like(x), x).isfinite().all(-1).tolist() == [True, False]

@@ -33,14 +33,17 @@ def test_the_layer_turns_queries_by_those_angles() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     drafter = small_drafter(head_dim=8, rope_scaling=scaling)
     layer = drafter.midlayer.self_attn
-    inputs, at = torch.randn(5, 32), torch.tensor([0, 1, 7, 40, 63])
-    plain = layer.q_proj(inputs).unflatten(-1, (-1, 8)).double()
+    at = torch.tensor([0, 1, 7, 40, 63])
+    projected = torch.randn(5, 4 * 8)
+    plain = projected.unflatten(-1, (-1, 8)).double()
     angle, factor = frequencies(drafter.config.rope_scaling, 10_000.0, 8, 64)
     turned = torch.complex(plain[..., :4], plain[..., 4:]) * torch.polar(
         torch.full((5, 1, 4), factor, dtype=torch.float64), (at[:, None] * angle)[:, None]
     )
     expected = torch.cat([turned.real, turned.imag], dim=-1).float()
-    torch.testing.assert_close(layer.query(inputs, at), expected, atol=1e-5, rtol=1e-5)
+    for given in (projected, projected.double()):  # compiled, and torch's
+        (found,) = layer.heads(given, layer.turns(64), at, [4], 0)
+        torch.testing.assert_close(found.float(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

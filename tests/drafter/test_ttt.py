@@ -137,17 +137,20 @@ def test_blocks_and_tiles_of_any_size_and_the_sink_give_one_dense_softmax(cut: t
 
 
 def test_bf16_stays_as_close_to_fp32_at_every_step_as_the_dense_softmax_does() -> None:
-    drafter = small_drafter(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    with torch.no_grad():  # sharp scores, as a trained drafter has
-        drafter.midlayer.self_attn.q_proj.weight.mul_(4)
-    batch = small_batch(drafter, [40])
-    truth = dense_unroll(drafter, batch.token_ids, batch.features, [40], 6)
-    half = drafter.bfloat16()
-    ours = [s.hidden_ND for s in unroll(half, batch.token_ids, batch.features, [40], 6)]
-    dense = dense_unroll(half, batch.token_ids, batch.features.bfloat16(), [40], 6)
-    for step in range(6):
-        error, allowed = ((found[step] - truth[step]).norm() for found in (ours, dense))
-        assert error < 1.2 * allowed
+    errors = torch.zeros(2, 6)
+    for seed in range(6):
+        drafter = small_drafter(seed, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+        with torch.no_grad():  # sharp scores, as a trained drafter has
+            drafter.midlayer.self_attn.q_proj.weight.mul_(4)
+        batch = small_batch(drafter, [40], seed)
+        truth = dense_unroll(drafter, batch.token_ids, batch.features, [40], 6)
+        half = drafter.bfloat16()
+        ours = [s.hidden_ND for s in unroll(half, batch.token_ids, batch.features, [40], 6)]
+        dense = dense_unroll(half, batch.token_ids, batch.features.bfloat16(), [40], 6)
+        for step in range(6):
+            for error, found in zip(errors, (ours, dense), strict=True):
+                error[step] += (found[step] - truth[step]).norm().item()
+    assert (errors[0] < errors[1]).all()
 
 
 def test_bf16_attention_is_near_the_exact_one_even_where_a_rows_later_keys_compete_with_the_causal_ones(
