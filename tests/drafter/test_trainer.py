@@ -221,6 +221,17 @@ def test_the_rate_rises_and_falls() -> None:
     assert learning_rate(0, 1, settings.model_copy(update={"warmup": 0.0})) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "times", "said"), [("bfloat16", 50.0, True), ("bfloat16", 0.3, False), ("float32", 50.0, False)]
+)
+def test_a_cpu_that_is_slow_in_bfloat16_is_told_of(
+    tiny: Tiny, dtype: str, times: float, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("drafter.trainer.narrow_is_slow", lambda: times)  # what this very CPU is good at is not known
+    whole_run(tiny.request(f"told-{dtype}-{times}", epochs=1, dtype=dtype))
+    assert ("50 times as long for a product in bfloat16" in caplog.text) == said
+
+
 def test_bfloat16_learns_too(tiny: Tiny) -> None:
     summary = whole_run(tiny.request("bf16", epochs=8, lr=1e-2, dtype="bfloat16", checkpoint_every=100))
     assert summary is not None
