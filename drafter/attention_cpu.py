@@ -6,8 +6,9 @@ output and the merged log-sum-exp L, every part's share is exp(score - L), so ea
 size [T, T] exists.
 
 In bf16 a score of 70 would be off by a quarter. So what the product yields is not the score but how far it is below L (or,
-forward, below the row's largest), by extra columns, `_with_columns`: then it is the small ones, whose shares matter, that
-are exact, and one product at the rate of bf16 and a bf16 exp are all (five and six times as fast as in fp32). In fp32 the
+forward, below the row's largest), by extra columns, `with_columns`: then it is the small ones, whose shares matter, that
+are exact, and one product at the rate of bf16 is all (five times that of fp32 where there is AVX512). What is between the
+products is compiled (drafter/kernels_attention.py). In fp32 the
 forward pass is torch's fused kernel; its backward runs at 60 GFLOP/s, this one at 90.
 
 Shape suffixes as in drafter/ttt.py, and: B rows of a block, U keys of a tile, Q = R * B queries that share a key head, X a

@@ -1,8 +1,8 @@
 """Compiled loops over rows of fp32, or of bf16 as uint16 bit patterns: what torch on a CPU needs several slow passes for.
 
 A number of a row costs 0.1 ns (fp32) or 0.3 (bf16) here for softmax's exponential and sum, and 0.8 or 0.7 in torch; torch
-has no fused RMS norm for CPUs. Sums and products are fp32 (fp64 in
-kernels_attention.py where the arrays are). Arrays are C-contiguous.
+has no fused RMS norm for CPUs. Sums and products are fp32 (fp64 in kernels_attention.py where the arrays are). Arrays are
+C-contiguous. Under `fastmath` a comparison may take a NaN for anything, so no NaN is looked for here.
 
 Shape suffixes as in drafter/model.py.
 """

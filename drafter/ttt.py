@@ -55,8 +55,7 @@ def unroll(
     ends = zip(lengths, accumulate(lengths), strict=True)
     end_T = torch.cat([torch.full((length,), end, device=device) for length, end in ends])
 
-    layer = drafter.midlayer
-    attention = layer.self_attn
+    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
     queries, keys = attention.queries, attention.keys
     turns = attention.turns(max(lengths) + steps)
     embedding_OD, features_OD = attention.halves()
@@ -64,39 +63,34 @@ def unroll(
     embedding_TD = drafter.embed_tokens(torch.cat([token_ids_T, token_ids_T.new_zeros(1)]))
     embedded_TO = layer.embedded(embedding_TD, embedding_OD)
 
-    def fed(rows_N: Tensor, ahead: int) -> Tensor:
-        at_N = rows_N + ahead
-        return embedded_TO.index_select(0, torch.where(at_N < end_T[rows_N], at_N, len(token_ids_T)))
+    def heads(step: int, columns: slice, turned: Sequence[int], plain: int) -> list[Tensor]:
+        """Some columns of the projections of the rows at work, which are fed the tokens of this step."""
+        at_N = rows_N + 1 + step
+        fed_N = torch.where(at_N < end_T[rows_N], at_N, len(token_ids_T))
+        embedded_NO = embedded_TO[:, columns].index_select(0, fed_N)
+        projected_NO = layer.projected(hidden_ND, embedded_NO, features_OD[columns])
+        return attention.heads(projected_NO, turns, position_T[rows_N] + step, turned, plain)
 
     rows_N = torch.arange(len(position_T), device=device)
     hidden_ND = drafter.fused(features_TF)
     later: list[Later] = []
     for step in range(steps):
         keep = None if wanted_KT is None else wanted_KT[step][rows_N].nonzero().squeeze(1)
-        if keep is not None and len(keep) == len(rows_N):
-            keep = None
-        if step == 0 and keep is not None:
-            # All rows give keys and values, and some have a query.
-            cut = queries * attention.head_dim
-            fed_NO = fed(rows_N, 1)
-            pair = layer.projected(hidden_ND, fed_NO[:, cut:], features_OD[cut:])
-            key_TGC, value_TGC = attention.heads(pair, turns, position_T, [keys], keys)
+        some = keep is not None and len(keep) < len(rows_N)
+        query_columns = slice(queries * attention.head_dim)
+        if step == 0 and some:  # all rows give keys and values
+            key_TGC, value_TGC = heads(0, slice(query_columns.stop, None), [keys], keys)
+        if keep is not None and some:
+            # index_select: there and back it takes a quarter of the time of `[keep]`.
             rows_N, hidden_ND = rows_N[keep], hidden_ND.index_select(0, keep)
-            query = layer.projected(hidden_ND, fed_NO[:, :cut].index_select(0, keep), features_OD[:cut])
-            (query_NAC,) = attention.heads(query, turns, position_T[rows_N], [queries], 0)
+        if step == 0 and some:
+            (query_NAC,) = heads(0, query_columns, [queries], 0)
+        elif step == 0:
+            query_NAC, key_TGC, value_TGC = heads(0, slice(None), [queries, keys], keys)
         else:
-            if keep is not None:
-                # index_select: there and back it takes a quarter of the time of `[keep]`.
-                rows_N, hidden_ND = rows_N[keep], hidden_ND.index_select(0, keep)
-            if step > 0:
-                hidden_ND = drafter.fed_back(hidden_ND)
-            projected_NO = layer.projected(hidden_ND, fed(rows_N, 1 + step), features_OD)
-            parts = attention.heads(projected_NO, turns, position_T[rows_N] + step, [queries, keys], keys)
-            query_NAC, key_NGC, value_NGC = parts
-            if step == 0:
-                key_TGC, value_TGC = key_NGC, value_NGC
-            else:
-                later.append(Later(key_NGC, value_NGC, rows_N))
+            hidden_ND = drafter.fed_back(hidden_ND)
+            query_NAC, key_NGC, value_NGC = heads(step, slice(None), [queries, keys], keys)
+            later.append(Later(key_NGC, value_NGC, rows_N))
         attended_NAC = attend(query_NAC, key_TGC, value_TGC, later, rows_N, lengths)
         hidden_ND = layer.outputs(hidden_ND, attended_NAC)
         yield Step(rows_N, hidden_ND)
