@@ -30,6 +30,13 @@ class Later(NamedTuple):
         """Where these rows, which are among its own, lie."""
         return torch.searchsorted(self.rows_N, rows_N)
 
+    def of(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these rows, which are among its own."""
+        if len(rows_N) == len(self.rows_N):
+            return self.key_NGC, self.value_NGC
+        at_N = self.at(rows_N)
+        return self.key_NGC.index_select(0, at_N), self.value_NGC.index_select(0, at_N)
+
 
 def attend(
     query_NAC: Tensor,
@@ -72,9 +79,7 @@ def attend_by_sink(
     scale = width**-0.5
     if not later:
         return _causal(query_NAC, key_TGC, value_TGC, rows_N, lengths, scale)
-    own = [(step.at(rows_N), step) for step in later]
-    pairs = [(step.key_NGC.index_select(0, at), step.value_NGC.index_select(0, at)) for at, step in own]
-    score_NA, own_NAC = _fold(query_NAC, pairs, scale)
+    score_NA, own_NAC = _fold(query_NAC, [step.of(rows_N) for step in later], scale)
     # A bf16 score would be off by up to 1/256 of itself, so the rounding goes into a second column.
     score_NA = score_NA / scale
     coarse_NA = score_NA.to(query_NAC.dtype)

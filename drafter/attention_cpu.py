@@ -8,8 +8,8 @@ size [T, T] exists.
 In bf16 a score of 70 would be off by a quarter. So what the product yields is not the score but how far it is below L (or,
 forward, below the row's largest), by extra columns, `with_columns`: then it is the small ones, whose shares matter, that
 are exact, and one product at the rate of bf16 is all (five times that of fp32 where there is AVX512). What is between the
-products is compiled (drafter/kernels_attention.py). In fp32 the
-forward pass is torch's fused kernel; its backward runs at 60 GFLOP/s, this one at 90.
+products is compiled (drafter/kernels_numba.py). In fp32 the
+forward pass is torch's fused kernel; its backward runs at 60 GFLOP/s with AVX512, this one at 90.
 
 Shape suffixes as in drafter/ttt.py, and: B rows of a block, U keys of a tile, Q = R * B queries that share a key head, X a
 head's width with extra columns.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drafter.exponentials import bits
+from drafter.compiled import bits
 
 # Rows of a block and keys of a tile: 9 heads * 256 * 1,024 fp32 scores are 9 MiB.
 _BLOCK, _TILE = 256, 1024
@@ -77,7 +77,7 @@ class CausalAndOwn(torch.autograd.Function):
         ctx: Any, query_NAC: Tensor, key_TGC: Tensor, value_TGC: Tensor, rows_N: Tensor, lengths: Sequence[int],
         scale: float, at: Sequence[Tensor], *own: Tensor,
     ) -> Tensor:  # fmt: skip
-        from drafter.kernels_attention import own_scores, own_values
+        from drafter.kernels_numba import own_scores, own_values
 
         wide = torch.promote_types(query_NAC.dtype, torch.float32)
         found = blocks(rows_N.numpy(), lengths)
@@ -105,7 +105,7 @@ class CausalAndOwn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NAC: Tensor) -> tuple[Tensor | None, ...]:
-        from drafter.kernels_attention import dots, own_backward, rows_first, shares_and_pulls, with_columns
+        from drafter.kernels_numba import dots, own_backward, rows_first, shares_and_pulls, with_columns
 
         query_NAC, key_TGC, value_TGC, rows_N, out_NAC, lse_NA, *own = ctx.saved_tensors
         wide, narrow, scale = lse_NA.dtype, query_NAC.dtype, ctx.scale
@@ -161,7 +161,7 @@ def _queries(block: Block, query_NAC: Tensor, groups: int) -> int:
 
 
 def _heads_with_ones(part_TGC: Tensor) -> Tensor:
-    """[G, T, X]: with ones where `kernels_attention.with_columns` puts what is to be subtracted."""
+    """[G, T, X]: with ones where `kernels_numba.with_columns` puts what is to be subtracted."""
     part_GTX = part_TGC.new_zeros(part_TGC.shape[1], part_TGC.shape[0], part_TGC.shape[2] + _EXTRA)
     part_GTX[..., : part_TGC.shape[2]] = part_TGC.transpose(0, 1)
     part_GTX[..., part_TGC.shape[2] : part_TGC.shape[2] + 2] = 1
@@ -187,7 +187,7 @@ def _narrow_blocks(
     out_NAC: Tensor, lse_NA: Tensor,
 ) -> None:  # fmt: skip
     """Causal attention of all blocks, into out_NAC and lse_NA (both fp32), by products in the queries' dtype."""
-    from drafter.kernels_attention import largest, mixed, shares, with_columns
+    from drafter.kernels_numba import largest, mixed, shares, with_columns
 
     (power, rest), groups, width, rows = _split(scale), key_TGC.shape[1], key_TGC.shape[2], rows_N.numpy()
     factor, one, step = _number(power, lse_NA.dtype), _number(1, lse_NA.dtype), _number(rest, lse_NA.dtype)
@@ -210,7 +210,7 @@ def _narrow_blocks(
             shares(bits(share_GQU), step, seen, begin, sums_GQ.numpy())
             _add_product(values_GQC, share_GQU, value_GTC[:, begin:end])
         mixed(values_GQC.numpy(), sums_GQ.numpy(), step, first, out, lse)
-    if not lse_NA.isfinite().all():  # compiled loops do not carry a NaN on
+    if not lse_NA.isfinite().all():  # values of a row whose scores are not finite may be
         out_NAC.masked_fill_(~lse_NA.isfinite()[..., None], torch.nan)
 
 

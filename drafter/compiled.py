@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drafter.exponentials import bits
+
+def is_compiled(x: Tensor) -> bool:
+    """Whether x is for the loops of drafter/kernels_numba.py."""
+    cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return cpu and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def bits(tensor: Tensor) -> np.ndarray:
+    """A contiguous CPU tensor as drafter/kernels_numba.py takes it: bf16 as uint16. Without a copy."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 class CompiledNorm(torch.autograd.Function):
@@ -108,9 +118,3 @@ class CompiledHeads(torch.autograd.Function):
                 grad_NO[:, first:] = part.flatten(1)
             first += part.shape[1] * width
         return grad_NO, *[None] * 6
-
-
-def is_compiled(x: Tensor) -> bool:
-    """Whether x is for the loops of drafter/kernels_numba.py."""
-    cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    return cpu and x.dtype in (torch.float32, torch.bfloat16)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from drafter.compiled import bits, is_compiled
 
 # Rows of one matrix product. Fewer make it slow (64: half the rate of 512), more fall out of the cache.
 _ROWS_AT_ONCE = 512
@@ -44,7 +45,7 @@ def exponentials(states_ND: Tensor, weight_WD: Tensor, out_NW: Tensor) -> Sums:
 
 def _in_place(out_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(largest, sum, place of the largest) of each row, whose exponentials take its place."""
-    if out_NW.device.type == "cpu" and out_NW.dtype in (torch.float32, torch.bfloat16):
+    if is_compiled(out_NW):
         from drafter.kernels_numba import exponentials as compiled
 
         largest, sums = torch.empty(2, len(out_NW))
@@ -55,9 +56,3 @@ def _in_place(out_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = out_NW.gather(1, best[:, None])
     out_NW.sub_(largest).exp_()
     return largest[:, 0].float(), out_NW.sum(-1, dtype=torch.float32), best
-
-
-def bits(tensor: Tensor) -> np.ndarray:
-    """A contiguous CPU tensor as drafter/kernels_numba.py takes it: bf16 as uint16. Without a copy."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

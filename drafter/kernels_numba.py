@@ -1,10 +1,12 @@
 """Compiled loops over rows of fp32, or of bf16 as uint16 bit patterns: what torch on a CPU needs several slow passes for.
 
-A number of a row costs 0.1 ns (fp32) or 0.3 (bf16) here for softmax's exponential and sum, and 0.8 or 0.7 in torch; torch
-has no fused RMS norm for CPUs. Sums and products are fp32 (fp64 in kernels_attention.py where the arrays are). Arrays are
-C-contiguous. Under `fastmath` a comparison may take a NaN for anything, so no NaN is looked for here.
+A number of a row costs 0.1 ns (fp32) or 0.3 (bf16) with AVX512 for softmax's exponential and sum, and 0.8 or 0.7 in torch;
+torch has no fused RMS norm for CPUs. Sums and products are fp32 (in attention's loops fp64 where the arrays are). Arrays are
+C-contiguous. One file, since numba looks for changes in the file of a function only, not where it was inlined from.
 
-Shape suffixes as in drafter/model.py.
+Shape suffixes as in drafter/model.py and, from `with_columns` on, drafter/attention_cpu.py: there a block's queries lie
+heads first, query r * B + b of group g is head g * R + r of the block's row b; rows [B] are the last keys that they see;
+tiles begin at key `begin`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,19 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-OPTIONS: Any = {"nogil": True, "cache": True, "fastmath": True, "error_model": "numpy"}
+
+def _cacheable() -> bool:
+    """Whether there is a folder to keep compiled code in; without one all is compiled anew in every process."""
+    try:
+        numba.njit(cache=True)(_cacheable)
+    except RuntimeError:
+        return False
+    return True
+
+
+# Sums may be taken in any order, which vectorises them. Not all of "fastmath": it would let a NaN be taken for anything.
+_FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
+_OPTIONS: Any = {"nogil": True, "cache": _cacheable(), "fastmath": _FAST, "error_model": "numpy"}
 
 
 # Implementations of an overload must have its very signature, which therefore has no types.
@@ -29,7 +43,7 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
 
 
 def _order(value):  # type: ignore[no-untyped-def]
-    """An integer that is greater where the number is, and greatest for NaN: its maximum is vectorised."""
+    """An integer that is greater where the number is: its maximum is vectorised. NaN is beyond infinity, by its sign."""
 
 
 def _unordered(order, like):  # type: ignore[no-untyped-def]
@@ -88,10 +102,10 @@ def _power_of(x):  # type: ignore[no-untyped-def]
     return (lambda x: np.exp(x)) if x == types.float64 else (lambda x: _exp(x))
 
 
-@numba.njit(inline="always", **OPTIONS)
+@numba.njit(inline="always", **_OPTIONS)
 def _exp(x: Any) -> Any:
-    """exp of x < 88 to 6e-7 of itself: 2^i times a polynomial in the rest, which is at most 1/2."""
-    y = max(x * np.float32(1.4426950408889634), np.float32(-126.0))
+    """exp of x to 6e-7 of itself, between 2^-126 and 2^127: 2^i times a polynomial in the rest, which is at most 1/2."""
+    y = min(max(x * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(127.0))
     i = np.floor(y + np.float32(0.5))
     f = y - i
     p = np.float32(1.5403530e-4)
@@ -104,7 +118,7 @@ def _exp(x: Any) -> Any:
     return p * np.int32((np.int32(i) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def exponentials(z: Any, largest: Any, sums: Any, best: Any) -> None:
     """exp(z - the row's largest) in place. Of each row: largest fp32, sum fp32 of what is left there, best int64."""
     rows, width = z.shape
@@ -125,7 +139,7 @@ def exponentials(z: Any, largest: Any, sums: Any, best: Any) -> None:
         largest[row], sums[row] = biggest, total
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def rms_norm(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
     """out = x * scale * weight, scale [rows] = 1 / sqrt(mean of squares + eps)."""
     rows, width = x.shape
@@ -140,7 +154,7 @@ def rms_norm(x: Any, weight: Any, eps: Any, out: Any, scale: Any) -> None:
             normed[column] = _narrow(_wide(one[column]) * by * weight[column], one[column])
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def rms_norm_backward(grad: Any, x: Any, weight: Any, scale: Any, grad_x: Any, grad_weight: Any) -> None:
     """Gradient of x, where grad_x has rows, and what the rows add to that of the weight (fp32)."""
     rows, width = x.shape
@@ -159,7 +173,7 @@ def rms_norm_backward(grad: Any, x: Any, weight: Any, scale: Any, grad_x: Any, g
                 found[column] = _narrow((pull * weight[column] - value * along) * by, one[column])
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def turn(x_NO: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, out_NAC: Any) -> None:
     """out = RoPE over half-heads of x, from column `first` on; row by row by cos and sin [P, C / 2] at at_N."""
     rows, heads, width = out_NAC.shape
@@ -174,7 +188,7 @@ def turn(x_NO: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, out_NAC: An
                 out[half + column] = _narrow(high * cos[column] + low * sin[column], x[column])
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def turn_back(grad_NAC: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, out_NO: Any) -> None:
     """out, from column `first` on, = the other way round: the gradient of `turn`."""
     rows, heads, width = grad_NAC.shape
@@ -189,12 +203,12 @@ def turn_back(grad_NAC: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, ou
                 out[half + column] = _narrow(high * cos[column] - low * sin[column], grad[column])
 
 
-@numba.njit(inline="always", **OPTIONS)
+@numba.njit(inline="always", **_OPTIONS)
 def _sigmoid(x: Any) -> Any:
     return np.float32(1) / (np.float32(1) + _exp(min(-x, np.float32(87))))
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def swiglu(gate: Any, up: Any, out: Any) -> None:
     """out = gate * sigmoid(gate) * up, of [rows, width]."""
     rows, width = gate.shape
@@ -205,7 +219,7 @@ def swiglu(gate: Any, up: Any, out: Any) -> None:
             outs[column] = _narrow(g * _sigmoid(g) * _wide(ups[column]), gates[column])
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def swiglu_backward(grad: Any, gate: Any, up: Any, grad_gate: Any, grad_up: Any) -> None:
     rows, width = gate.shape
     for row in range(rows):
@@ -218,7 +232,7 @@ def swiglu_backward(grad: Any, gate: Any, up: Any, grad_gate: Any, grad_up: Any)
             to_up[column] = _narrow(pull * g * share, gates[column])
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def taught(
     states_ND: Any, mean_SD: Any, slot_N: Any, share_N: Any, sums_N: Any, along_N: Any, factor_ND: Any, taught_SD: Any
 ) -> None:
@@ -236,7 +250,7 @@ def taught(
         along_N[row] = along
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(**_OPTIONS)
 def pulled(drawn_ND: Any, mean_SD: Any, slot_N: Any, share_N: Any, sums_N: Any, at_N: Any, grad_ND: Any) -> None:
     """Row at_N of grad_ND = (q W - E) * share, where drawn is q W times the row's sum."""
     rows, width = drawn_ND.shape
@@ -245,3 +259,187 @@ def pulled(drawn_ND: Any, mean_SD: Any, slot_N: Any, share_N: Any, sums_N: Any, 
         share, by = share_N[row], share_N[row] / sums_N[row]
         for column in range(width):
             grad[column] = _narrow(_wide(drawn[column]) * by - mean[column] * share, grad[column])
+
+
+@numba.njit(**_OPTIONS)
+def with_columns(part_NAC: Any, first: Any, factor: Any, less_NA: Any, by: Any, out_GQX: Any) -> None:
+    """Rows of a block from row `first` on, times `factor`, heads first; and minus less * by, in two more columns.
+
+    The second is for what is rounded off in the first. Other columns are zero.
+    """
+    groups, queries, wide = out_GQX.shape
+    heads, width = part_NAC.shape[1:]
+    share = heads // groups
+    rows = queries // share
+    for group in range(groups):
+        for head in range(share):
+            for row in range(rows):
+                part, out = part_NAC[first + row, group * share + head], out_GQX[group, head * rows + row]
+                for column in range(width):
+                    out[column] = _narrow(_wide(part[column]) * factor, part[column])
+                less = less_NA[first + row, group * share + head] * by
+                coarse = _narrow(-less, part[0])
+                out[width] = coarse
+                out[width + 1] = _narrow(-less - _wide(coarse), part[0])
+                for column in range(width + 2, wide):
+                    out[column] = 0
+
+
+@numba.njit(**_OPTIONS)
+def largest(score_GQU: Any, rows: Any, begin: Any, first: Any, found_NA: Any) -> None:
+    """found_NA, from row `first` on: at least the greatest of the scores that each row sees here."""
+    groups, queries, keys = score_GQU.shape
+    count = len(rows)
+    share = queries // count
+    for group in range(groups):
+        for query in range(queries):
+            row = query % count
+            seen = min(keys, rows[row] - begin + 1)
+            if seen > 0:
+                score = score_GQU[group, query]
+                top = _order(score[0])
+                for key in range(seen):
+                    top = max(top, _order(score[key]))
+                head = group * share + query // count
+                here = _wide(_unordered(top, score[0]))
+                before = found_NA[first + row, head]
+                found_NA[first + row, head] = before if before > here else here
+
+
+@numba.njit(**_OPTIONS)
+def shares(below_GQU: Any, rest: Any, rows: Any, begin: Any, sums_GQ: Any) -> None:
+    """exp(rest * below) in place, 0 where the row does not see the key; sums_GQ += what is left there."""
+    groups, queries, keys = below_GQU.shape
+    count = len(rows)
+    for group in range(groups):
+        for query in range(queries):
+            seen = max(0, min(keys, rows[query % count] - begin + 1))
+            below = below_GQU[group, query]
+            total = np.float32(0)
+            for key in range(seen):
+                power = _narrow(_power(_wide(below[key]) * rest), below[key])
+                below[key] = power
+                total += _wide(power)
+            sums_GQ[group, query] += total
+            for key in range(seen, keys):
+                below[key] = 0
+
+
+@numba.njit(**_OPTIONS)
+def shares_and_pulls(below_GQU: Any, pull_GQU: Any, rest: Any, rows: Any, begin: Any) -> None:
+    """exp(rest * below) in place, 0 where the row does not see the key; pull *= that."""
+    groups, queries, keys = below_GQU.shape
+    count = len(rows)
+    for group in range(groups):
+        for query in range(queries):
+            seen = max(0, min(keys, rows[query % count] - begin + 1))
+            below, pull = below_GQU[group, query], pull_GQU[group, query]
+            for key in range(seen):
+                power = _power(_wide(below[key]) * rest)
+                below[key] = _narrow(power, below[key])
+                pull[key] = _narrow(power * _wide(pull[key]), pull[key])
+            for key in range(seen, keys):
+                below[key] = 0
+                pull[key] = 0
+
+
+@numba.njit(**_OPTIONS)
+def mixed(values_GQC: Any, sums_GQ: Any, rest: Any, first: Any, out_NAC: Any, lse_NA: Any) -> None:
+    """Rows of a block, rows first: values over their sums, and lse = log sum + rest * what lse_NA holds."""
+    groups, queries, width = values_GQC.shape
+    share = lse_NA.shape[1] // groups
+    count = queries // share
+    for group in range(groups):
+        for query in range(queries):
+            row, head = first + query % count, group * share + query // count
+            total = sums_GQ[group, query]
+            lse_NA[row, head] = np.log(total) + rest * lse_NA[row, head]
+            by = np.float32(1) / total
+            for column in range(width):
+                out_NAC[row, head, column] = values_GQC[group, query, column] * by
+
+
+@numba.njit(**_OPTIONS)
+def rows_first(part_GQC: Any, factor: Any, first: Any, out_NAC: Any) -> None:
+    """out_NAC, from row `first` on: the block's part times `factor`."""
+    groups, queries, width = part_GQC.shape
+    share = out_NAC.shape[1] // groups
+    count = queries // share
+    for group in range(groups):
+        for query in range(queries):
+            out, part = out_NAC[first + query % count, group * share + query // count], part_GQC[group, query]
+            for column in range(width):
+                out[column] = part[column] * factor
+
+
+@numba.njit(**_OPTIONS)
+def dots(one_NAC: Any, other_NAC: Any, out_NA: Any) -> None:
+    """out = the sum of products over a head."""
+    rows, heads, width = one_NAC.shape
+    for row in range(rows):
+        for head in range(heads):
+            one, other = one_NAC[row, head], other_NAC[row, head]
+            dot = out_NA.dtype.type(0)
+            for column in range(width):
+                dot += _wide(one[column]) * _wide(other[column])
+            out_NA[row, head] = dot
+
+
+@numba.njit(**_OPTIONS)
+def own_scores(query: Any, key: Any, at: Any, scale: Any, out: Any) -> None:
+    """out [N, A] = scale * query . key, of query [N, A, C] and each row's own key, which is row at [N] of [.., G, C]."""
+    rows, heads, width = query.shape
+    share = heads // key.shape[1]
+    for row in range(rows):
+        for head in range(heads):
+            dot, one, own = np.float32(0), query[row, head], key[at[row], head // share]
+            for column in range(width):
+                dot += _wide(one[column]) * _wide(own[column])
+            out[row, head] = dot * scale
+
+
+@numba.njit(**_OPTIONS)
+def own_values(share_NA: Any, value: Any, at: Any, out: Any) -> None:
+    """out [N, A, C] fp32 += share * value, of each row's own value, which is row at [N] of [.., G, C]."""
+    rows, heads, width = out.shape
+    share = heads // value.shape[1]
+    for row in range(rows):
+        for head in range(heads):
+            # Sliced first: what is written could else be what is read, and the loop would not be vectorised.
+            taken, own, mixed = share_NA[row, head], value[at[row], head // share], out[row, head]
+            for column in range(width):
+                mixed[column] += taken * _wide(own[column])
+
+
+@numba.njit(**_OPTIONS)
+def own_backward(
+    query: Any, key: Any, value: Any, at: Any, grad: Any, lse: Any, delta: Any, scale: Any, grad_query: Any,
+    grad_key: Any, grad_value: Any,
+) -> None:  # fmt: skip
+    """Gradients of one own key and value of every row, and grad_query [N, A, C] fp32 += what it adds to the query's.
+
+    lse, delta: [N, A] fp32, as drafter/attention_cpu.py has them. at: as in `own_scores`, each at most once.
+    """
+    rows, heads, width = query.shape
+    groups = key.shape[1]
+    share = heads // groups
+    sum_key, sum_value = np.empty(width, lse.dtype), np.empty(width, lse.dtype)
+    for row in range(rows):
+        own = at[row]
+        for group in range(groups):
+            sum_key[:] = 0
+            sum_value[:] = 0
+            for head in range(group * share, (group + 1) * share):
+                dot, pull = np.float32(0), np.float32(0)
+                for column in range(width):
+                    dot += _wide(query[row, head, column]) * _wide(key[own, group, column])
+                    pull += _wide(grad[row, head, column]) * _wide(value[own, group, column])
+                taken = np.exp(dot * scale - lse[row, head])
+                by = taken * (pull - delta[row, head]) * scale
+                for column in range(width):
+                    grad_query[row, head, column] += by * _wide(key[own, group, column])
+                    sum_key[column] += by * _wide(query[row, head, column])
+                    sum_value[column] += taken * _wide(grad[row, head, column])
+            for column in range(width):
+                grad_key[own, group, column] = _narrow(sum_key[column], key[own, group, column])
+                grad_value[own, group, column] = _narrow(sum_value[column], key[own, group, column])

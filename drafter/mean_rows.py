@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafter.exponentials import bits
+from drafter.compiled import bits, is_compiled
 
 
 def taught(
@@ -17,7 +17,7 @@ def taught(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h . E [N], h * share / sum [N, D] in the states' dtype, the sum of h * share by teacher [S, D])."""
     taught_SD = torch.zeros_like(mean_SD)
-    if not _compiled(states_ND):
+    if not is_compiled(states_ND):
         wide_ND = states_ND.float()
         taught_SD.index_add_(0, slot_N, wide_ND * share_N[:, None])
         factor_ND = (wide_ND * (share_N / sums_N)[:, None]).to(states_ND.dtype)
@@ -34,7 +34,7 @@ def pull(
     drawn_ND: Tensor, mean_SD: Tensor, slot_N: Tensor, share_N: Tensor, sums_N: Tensor, at_N: Tensor, grad_ND: Tensor
 ) -> None:
     """Rows at_N of grad_ND become (q W - E) * share. drawn_ND: q W times sums_N."""
-    if not (_compiled(drawn_ND) and _compiled(grad_ND)):
+    if not (is_compiled(drawn_ND) and is_compiled(grad_ND)):
         found_ND = (drawn_ND.float() / sums_N[:, None]).sub_(mean_SD.index_select(0, slot_N)).mul_(share_N[:, None])
         grad_ND.index_copy_(0, at_N, found_ND.to(grad_ND.dtype))
         return
@@ -42,7 +42,3 @@ def pull(
 
     numbers = (one.numpy() for one in (mean_SD, slot_N, share_N, sums_N, at_N))
     pulled(bits(drawn_ND), *numbers, bits(grad_ND))
-
-
-def _compiled(rows: Tensor) -> bool:
-    return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.bfloat16)

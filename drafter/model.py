@@ -87,7 +87,7 @@ class Drafter(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The decoder layer. Its attention reads twice the width: normed embedding and normed features side by side."""
+    """The decoder layer. Its attention reads twice the width: a normed embedding and normed features."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class MidLayer(nn.Module):
 
 class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        """Under autocast x is bf16 and the weight fp32, for which torch has no fused norm: it is given fp32 then."""
+        """Compiled on a CPU. Else, under autocast, x is bf16 and the weight fp32, for which torch has no fused norm."""
         if is_compiled(x) and self.weight.dtype == torch.float32:
             normed: Tensor = CompiledNorm.apply(x, self.weight, self.eps)
             return normed

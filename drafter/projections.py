@@ -23,7 +23,7 @@ from drafter.rope import frequencies
 
 
 class Projections(nn.Module):
-    """Who attends to whom is decided in `drafter.ttt`."""
+    """Who attends to whom is decided in `drafter.ttt` and computed in `drafter.attention`."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

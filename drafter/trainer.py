@@ -192,7 +192,8 @@ class Trainer:
         """The summed loss (not yet divided) of one micro-batch."""
         batch = self.cache.fill(given.to(self.team.device))
         loss = self._of(batch)
-        if not loss.loss.isfinite() and (bad := not_finite(batch)):
+        # A state that no counted row reads leaves the loss alone, but not the gradients: 0 * NaN.
+        if not (loss.loss.isfinite() and sound(batch)) and (bad := not_finite(batch)):
             said = "; ".join(
                 f"{self.name_of(row)}: expected finite states, found {count:,}" for row, count in bad.items()
             )
@@ -243,6 +244,12 @@ def _flat(loss: Loss) -> Tensor:
     return torch.cat([loss.loss.detach()[None].double(), counts.double()])
 
 
+def sound(batch: PackedBatch) -> bool:
+    """Whether all stored values are finite. In one pass, a tenth of the time that counting them takes."""
+    states = [one for one in (batch.features_TF, batch.final_TD) if one is not None]
+    return all(bool(extreme.isfinite()) for one in states for extreme in one.aminmax())
+
+
 def not_finite(batch: PackedBatch) -> dict[int, int]:
     """{row: stored values that are NaN or infinite} of the batch's sequences that have some."""
     parts = [batch.features_TF] if batch.final_TD is None else [batch.features_TF, batch.final_TD]
@@ -261,7 +268,9 @@ def recompute_mlp(drafter: Drafter) -> None:
 
 
 def compile_layer(drafter: Drafter) -> None:
-    """Compiles what the decoder layer computes row by row; attention is a fused kernel already. Lengths may vary."""
+    """Compiles what the decoder layer does after attention, row by row. Lengths may vary.
+
+    Not what comes before: it is called with views of several kinds, each of which would be compiled anew, and given up.
+    """
     layer = drafter.midlayer
-    for name in ("embedded", "projected", "outputs"):
-        setattr(layer, name, torch.compile(getattr(layer, name), dynamic=True))
+    layer.outputs = torch.compile(layer.outputs, dynamic=True)  # type: ignore[method-assign]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from drafter.attention import attend
 from drafter.compiled import CompiledHeads, CompiledNorm, CompiledSwiGLU
 from drafter.exponentials import exponentials
+from drafter.kernels_numba import shares
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -103,3 +106,21 @@ def test_a_nan_or_an_infinity_in_a_norm_or_a_gate_is_not_lost(dtype: torch.dtype
         assert CompiledNorm.apply(x, weight, 1e-5).isfinite().all(-1).tolist() == [True, False]
         assert CompiledSwiGLU.apply(x, torch.ones_like(x)).isfinite().all(-1).tolist() == [True, False]
         assert CompiledSwiGLU.apply(torch.ones_like(x), x).isfinite().all(-1).tolist() == [True, False]
+
+
+@DTYPES
+def test_a_nan_of_any_score_reaches_attentions_output(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(9, 2, 8), torch.randn(9, 1, 8), torch.randn(9, 1, 8)
+    for at in range(3):
+        for bad in (torch.nan, torch.inf):
+            given = [one.clone() for one in (query, key, value)]
+            given[at][4, 0, 1] = bad
+            out = attend(*(one.to(dtype) for one in given), [], torch.arange(9), [9])
+            assert not out[4].isfinite().all()
+
+
+def test_the_exponential_of_what_is_far_above_its_bound_saturates() -> None:
+    below, sums = torch.full((1, 1, 4), 200.0), torch.zeros(1, 1)
+    shares(below.numpy(), np.float32(1), np.array([2]), 0, sums.numpy())
+    assert below[0, 0].tolist() == [2.0**127] * 3 + [0.0]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dense import small_batch, small_drafter, small_head
 from tiny_training import (
     TRAINING,
     Tiny,
@@ -25,15 +26,17 @@ from tiny_training import (
     whole_run,
 )
 
+from drafter.batch import PackedBatch
 from drafter.checkpoint import Checkpoints
 from drafter.claim import claim
 from drafter.errors import DrafterError
 from drafter.export import load_sglang
+from drafter.recipe import DrafterSection, TrainingSection
 from drafter.run import Run
 from drafter.session import Session, train
 from drafter.sources import open_sources
 from drafter.team import Team
-from drafter.trainer import learning_rate
+from drafter.trainer import Trainer, learning_rate
 from drafter.verifier_weights import read_verifier_weights
 from storage.errors import ContractMismatch, DatasetMissing, StatehouseError
 
@@ -124,6 +127,30 @@ def test_updates_that_are_not_finite_change_nothing_and_several_in_a_row_end_the
     with pytest.raises(DrafterError, match="5 updates in a row .* training.lr"):
         diverged()
     assert trainer.skipped == 6
+
+
+@pytest.mark.parametrize("where", ["features that no counted row reads", "a final state that gives no loss"])
+def test_a_state_that_is_not_finite_is_found_wherever_it_is(where: str) -> None:
+    drafter = small_drafter()
+    batch = small_batch(drafter, [9, 14], masked=0.0)
+    head = small_head(drafter)
+    if where.startswith("features"):
+        batch.features[8, 3] = math.nan  # of the last token: only gradients see it
+    else:
+        batch.final[3] = math.nan  # its likeliest token seems to be 0, which is outside the draft vocabulary
+        assert not head.in_draft_V[0]
+
+    def trainer(bad_shards: str) -> Trainer:
+        settings = TrainingSection(dtype="float32", bad_shards=bad_shards)
+        return Trainer(drafter, head, DrafterSection(ttt_steps=3), settings, Team(), lambda row: f"sequence {row}")
+
+    packed = PackedBatch(*batch.parts()[:4], lengths=(9, 14), rows=(5, 6))
+    with pytest.raises(DrafterError, match="sequence 5: expected finite states"):
+        trainer("stop").update([packed], 1e-3)
+    found = trainer("skip").update([packed], 1e-3)
+    assert not found.skipped
+    assert found.positions == 14 - 2
+    assert all(bool(one.isfinite().all()) for one in drafter.parameters())
 
 
 def test_recomputing_the_mlp_changes_nothing(tiny: Tiny) -> None:
