@@ -14,7 +14,7 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def narrow_is_slow(size: int = 192) -> float:
+def bf16_over_fp32(size: int = 192) -> float:
     """How many times as long this CPU takes for a product in bf16 as in fp32: 50 without AVX512 or AMX, .25 with the best."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -29,7 +29,7 @@ from drafter.metrics import Fair, fair_metrics
 from drafter.model import Drafter
 from drafter.optimizer import Optimizer
 from drafter.parallel import Replicated, Sharded, Weights
-from drafter.precision import narrow_is_slow
+from drafter.precision import bf16_over_fp32
 from drafter.recipe import DrafterSection, TrainingSection
 from drafter.team import Team
 from drafter.verifier_head import VerifierHead
@@ -85,7 +85,7 @@ class Trainer:
         self.cache = ArgmaxCache(head)
         if team.device.type == "cpu":
             keep_freed_memory()
-            if settings.dtype == "bfloat16" and team.rank == 0 and (times := narrow_is_slow()) > 2:
+            if settings.dtype == "bfloat16" and team.rank == 0 and (times := bf16_over_fp32()) > 2:
                 log.warning(
                     "training.dtype: this CPU takes %.0f times as long for a product in bfloat16 as in float32: "
                     "training.dtype=float32 is faster here", times,

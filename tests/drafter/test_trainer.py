@@ -254,7 +254,7 @@ def test_the_rate_rises_and_falls() -> None:
 def test_a_cpu_that_is_slow_in_bfloat16_is_told_of(
     tiny: Tiny, dtype: str, times: float, said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("drafter.trainer.narrow_is_slow", lambda: times)  # what this very CPU is good at is not known
+    monkeypatch.setattr("drafter.trainer.bf16_over_fp32", lambda: times)  # what this very CPU is good at is not known
     whole_run(tiny.request(f"told-{dtype}-{times}", epochs=1, dtype=dtype))
     assert ("50 times as long for a product in bfloat16" in caplog.text) == said
 
