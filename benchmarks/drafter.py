@@ -51,12 +51,12 @@ def dtypes(report: Report) -> list[str]:
     return [str(dtype)[6:] for dtype in found if found[dtype] >= found[torch.float32]]
 
 
-def against_peers(report: Report, folder: Path, quick: bool, dtypes: list[str]) -> None:
+def against_peers(report: Report, folder: Path, quick: bool, usable: list[str]) -> None:
     """Each shape, dtype and share of loss; all sides of one cell are alive at the same time and take steps in turn."""
     peers = [peer for peer in PEERS if os.environ.get("STATEHOUSE_PEERS_PYTHON")]
     # First the one whose memory counts, while all processes are fresh.
-    cells = [(SHAPES[3], dtypes[-1], 0.6)]
-    cells += [(shape, *cell) for shape in (SHAPES[2:] if quick else SHAPES) for cell in LIMITS if cell[0] in dtypes]
+    cells = [(SHAPES[3], usable[-1], 0.6)]
+    cells += [(shape, *cell) for shape in (SHAPES[2:] if quick else SHAPES) for cell in LIMITS if cell[0] in usable]
     cells = list(dict.fromkeys(cells))
     worst: dict[str, float] = {}
     sides = {mode: Side("statehouse", folder) for mode in MODES.values()} | {peer: Side(peer, folder) for peer in peers}
@@ -80,7 +80,7 @@ def against_peers(report: Report, folder: Path, quick: bool, dtypes: list[str]) 
                 what = f"our step over {peer}'s, lm_head {MODES[peer]}, the worst shape"
                 report.bar(name, worst[name], limit, "lower", what)
             else:
-                why = f"{peer} is not installed, or failed" if dtype in dtypes else SLOW
+                why = f"{peer} is not installed, or failed" if dtype in usable else SLOW
                 report.absent(f"bar {name}", f"not measured: {why}")
 
 
@@ -111,14 +111,14 @@ def memory(report: Report, found: dict[str, Times]) -> None:
         report.row(f"peak memory at 32,000 over {leaner}'s, our lm_head {mode}", "share", [share])
 
 
-def growth(report: Report, folder: Path, quick: bool, dtypes: list[str]) -> None:
+def growth(report: Report, folder: Path, quick: bool, usable: list[str]) -> None:
     """Cost as tokens and steps grow, and the share of the floor in it."""
     base = SHAPES[0]
     shapes = [replace(base, lengths=(count,), steps=3 if quick else 7) for count in (GROWTH[::4] if quick else GROWTH)]
     shapes += [replace(base, lengths=(1024,), steps=count) for count in ((1, 8) if quick else (1, 2, 4, 8))]
     for dtype in SHORT:
         name = f"floor_share_{SHORT[dtype]}"
-        if dtype not in dtypes:
+        if dtype not in usable:
             report.absent(f"bar {name}", f"not measured: {SLOW}")
             continue
         shares = []

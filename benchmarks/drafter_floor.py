@@ -1,8 +1,9 @@
 """How fast a training step could be: the matrix products it cannot do without, at the rate measured, and its attention.
 
 Counted are rows that the loss needs: all rows give step-0 keys and values; a row with loss at step k is computed at
-steps 0 .. k; what a token's embedding adds to queries, keys and values is the same at every step and counted once. Each product is measured alone, in its own shape, forward and both ways back. Left out: norms, RoPE,
-softmax, sums, the optimiser. What a step takes beyond this floor is overhead.
+steps 0 .. k; what a token's embedding adds to queries, keys and values is the same at every step and counted once. Each
+product is measured alone, in its own shape, forward and both ways back. Left out: norms, RoPE, softmax, sums, the optimiser.
+What a step takes beyond this floor is overhead.
 """
 
 from __future__ import annotations

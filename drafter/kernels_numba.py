@@ -174,33 +174,25 @@ def rms_norm_backward(grad: Any, x: Any, weight: Any, scale: Any, grad_x: Any, g
 
 
 @numba.njit(**_OPTIONS)
-def turn(x_NO: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, out_NAC: Any) -> None:
-    """out = RoPE over half-heads of x, from column `first` on; row by row by cos and sin [P, C / 2] at at_N."""
-    rows, heads, width = out_NAC.shape
-    half = width // 2
-    for row in range(rows):
+def turn(
+    x: Any, x_first: Any, heads: Any, cos_PC: Any, sin_PC: Any, at_N: Any, back: Any, out: Any, first: Any
+) -> None:
+    """RoPE over half-heads of columns of x, from x_first on, into those of out from `first` on, both [N, ..].
+
+    cos, sin: [P, C / 2], of which row at_N is a row's. back: 1, or -1 for the other way round, which is the gradient.
+    """
+    half = cos_PC.shape[1]
+    for row in range(len(at_N)):
         cos, sin = cos_PC[at_N[row]], sin_PC[at_N[row]]
         for head in range(heads):
-            x, out = x_NO[row, first + head * width : first + (head + 1) * width], out_NAC[row, head]
+            low_x = x[row, x_first + 2 * head * half : x_first + (2 * head + 1) * half]
+            high_x = x[row, x_first + (2 * head + 1) * half : x_first + (2 * head + 2) * half]
+            low_out = out[row, first + 2 * head * half : first + (2 * head + 1) * half]
+            high_out = out[row, first + (2 * head + 1) * half : first + (2 * head + 2) * half]
             for column in range(half):
-                low, high = _wide(x[column]), _wide(x[half + column])
-                out[column] = _narrow(low * cos[column] - high * sin[column], x[column])
-                out[half + column] = _narrow(high * cos[column] + low * sin[column], x[column])
-
-
-@numba.njit(**_OPTIONS)
-def turn_back(grad_NAC: Any, first: Any, cos_PC: Any, sin_PC: Any, at_N: Any, out_NO: Any) -> None:
-    """out, from column `first` on, = the other way round: the gradient of `turn`."""
-    rows, heads, width = grad_NAC.shape
-    half = width // 2
-    for row in range(rows):
-        cos, sin = cos_PC[at_N[row]], sin_PC[at_N[row]]
-        for head in range(heads):
-            grad, out = grad_NAC[row, head], out_NO[row, first + head * width : first + (head + 1) * width]
-            for column in range(half):
-                low, high = _wide(grad[column]), _wide(grad[half + column])
-                out[column] = _narrow(low * cos[column] + high * sin[column], grad[column])
-                out[half + column] = _narrow(high * cos[column] - low * sin[column], grad[column])
+                low, high, s = _wide(low_x[column]), _wide(high_x[column]), sin[column] * back
+                low_out[column] = _narrow(low * cos[column] - high * s, low_x[column])
+                high_out[column] = _narrow(high * cos[column] + low * s, low_x[column])
 
 
 @numba.njit(inline="always", **_OPTIONS)

@@ -108,21 +108,24 @@ def test_blocks_and_tiles_of_any_size_and_the_sink_give_one_dense_softmax(cut: t
     lengths, heads, groups, width = [9, 1, 14], 6, 2, 4
     tokens = sum(lengths)
     rows = (torch.rand(tokens) < 0.6).nonzero().squeeze(1)
-    shapes = [(len(rows), heads, width)] + [(tokens, groups, width)] * 2 + [(len(rows), groups, width)] * 4
+    shapes = [(len(rows), heads, width)] + [
+        (tokens, groups, width)
+    ] * 6  # later keys of rows that are no longer at work, too
     parts = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     query, key, value, *own = parts
     starts = torch.tensor([0] * 9 + [9] + [10] * 14)
     at = torch.arange(tokens)
     visible = (at <= rows[:, None]) & (at >= starts[rows][:, None])
-    wide = [one.repeat_interleave(heads // groups, 1) for one in (key, value, *own)]
+    mine = [one[rows] for one in own]
+    wide = [one.repeat_interleave(heads // groups, 1) for one in (key, value, *mine)]
     scores = torch.einsum("nac,tac->nat", query, wide[0]).masked_fill(~visible[:, None], -torch.inf)
-    mine = torch.stack([(query * one).sum(-1) for one in wide[2::2]], -1)
-    shares = (torch.cat([scores, mine], -1) * width**-0.5).softmax(-1)
+    own_scores = torch.stack([(query * one).sum(-1) for one in wide[2::2]], -1)
+    shares = (torch.cat([scores, own_scores], -1) * width**-0.5).softmax(-1)
     truth = torch.einsum("nat,tac->nac", shares[..., :tokens], wide[1])
     truth = truth + sum(shares[..., tokens + j, None] * one for j, one in enumerate(wide[3::2]))
     weight = torch.randn_like(truth)
     expected = torch.autograd.grad((truth * weight).sum(), parts)
-    later = [Later(one, other, rows) for one, other in zip(own[::2], own[1::2], strict=True)]
+    later = [Later(one, other, at) for one, other in zip(own[::2], own[1::2], strict=True)]
     for method in (attend, attend_by_sink):
         with pytest.MonkeyPatch.context() as patch:
             for name, size in zip(("_BLOCK", "_TILE", "_GAP"), cut, strict=True):
