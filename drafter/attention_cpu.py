@@ -33,6 +33,9 @@ from drafter.compiled import bits
 _BLOCK, _TILE = 256, 1024
 # Columns added to each head: two are used, but products want multiples of eight.
 _EXTRA = 8
+# Of fewer keys than one vector holds (16 fp32 with AVX512), torch's fused kernel takes a row of NaN scores for a masked one,
+# and yields zeros.
+_SHORT = 16
 # Rows that follow within this many positions go into one block: its keys in between are masked.
 _GAP = 32
 
@@ -235,6 +238,8 @@ def _fused(
     query_BAC: Tensor, key_TGC: Tensor, value_TGC: Tensor, keys: slice, scale: float, hidden: Tensor | bool | None
 ) -> tuple[Tensor, Tensor]:
     """(output [B, A, C], log-sum-exp [B, A]) over these keys. hidden: [B, U], True for causal, None for nothing."""
+    if keys.stop - keys.start < _SHORT:
+        return _dense(query_BAC, key_TGC[keys], value_TGC[keys], scale, hidden)
     query, key, value = (part.transpose(0, 1)[None] for part in (query_BAC, key_TGC[keys], value_TGC[keys]))
     mask = None
     if isinstance(hidden, Tensor):
@@ -243,6 +248,21 @@ def _fused(
         query, key, value, 0.0, hidden is True, attn_mask=mask, scale=scale
     )
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _dense(
+    query_BAC: Tensor, key_UGC: Tensor, value_UGC: Tensor, scale: float, hidden: Tensor | bool | None
+) -> tuple[Tensor, Tensor]:
+    """`_fused` of a few keys, where a NaN stays one."""
+    share = query_BAC.shape[1] // key_UGC.shape[1]
+    key_UAC, value_UAC = (part.repeat_interleave(share, dim=1) for part in (key_UGC, value_UGC))
+    score_BAU = torch.einsum("bac,uac->bau", query_BAC, key_UAC) * scale
+    if hidden is True:
+        hidden = torch.ones(len(query_BAC), len(key_UGC), dtype=torch.bool).triu(1)
+    if isinstance(hidden, Tensor):
+        score_BAU.masked_fill_(hidden[:, None], -torch.inf)
+    lse_BA = score_BAU.logsumexp(-1)
+    return torch.einsum("bau,uac->bac", (score_BAU - lse_BA[..., None]).exp(), value_UAC), lse_BA
 
 
 def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:

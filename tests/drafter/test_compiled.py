@@ -109,15 +109,18 @@ def test_a_nan_or_an_infinity_in_a_norm_or_a_gate_is_not_lost(dtype: torch.dtype
 
 
 @DTYPES
-def test_a_nan_of_any_score_reaches_attentions_output(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("length", [1, 2, 7, 9, 15, 16, 17, 40])  # a vector of a CPU holds 8 or 16 scores
+def test_a_nan_of_any_score_reaches_attentions_output(dtype: torch.dtype, length: int) -> None:
     torch.manual_seed(0)
-    query, key, value = torch.randn(9, 2, 8), torch.randn(9, 1, 8), torch.randn(9, 1, 8)
+    # Positive, since a score of -inf is simply a key that is not attended to.
+    parts = torch.rand(length, 2, 8), torch.rand(length, 1, 8), torch.rand(length, 1, 8)
     for at in range(3):
-        for bad in (torch.nan, torch.inf):
-            given = [one.clone() for one in (query, key, value)]
-            given[at][4, 0, 1] = bad
-            out = attend(*(one.to(dtype) for one in given), [], torch.arange(9), [9])
-            assert not out[4].isfinite().all()
+        for row in {0, length // 2, length - 1}:
+            for bad in (torch.nan, torch.inf):
+                given = [one.clone() for one in parts]
+                given[at][row, 0, 1] = bad
+                out = attend(*(one.to(dtype) for one in given), [], torch.arange(length), [length])
+                assert not out[row].isfinite().all()
 
 
 def test_the_exponential_of_what_is_far_above_its_bound_saturates() -> None:
