@@ -114,10 +114,9 @@ def _until_it_answers(case: Case) -> None:
         time.sleep(0.5)
 
 
-def test_credentials_that_expire_end_the_job_with_a_word_and_the_next_run_finishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with seaweedfs("expiry") as endpoint:
+def test_credentials_that_expire_end_the_job_with_a_word_and_the_next_run_finishes(tmp_path: Path) -> None:
+    # Undone before the server's own AWS_* are, or later tests would ask a server that is gone.
+    with seaweedfs("expiry") as endpoint, pytest.MonkeyPatch.context() as monkeypatch:
         host, port = endpoint.removeprefix("http://").split(":")
         proxy = Proxy((host, int(port)), fault=None)
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
