@@ -7,8 +7,8 @@ size [T, T] exists.
 
 In bf16 a score of 70 would be off by a quarter. So what the product yields is not the score but how far it is below L (or,
 forward, below the row's largest), by extra columns, `with_columns`: then it is the small ones, whose shares matter, that
-are exact, and one product at the rate of bf16 is all (five times that of fp32 where there is AVX512). What is between the
-products is compiled (drafter/kernels_numba.py). In fp32 the forward pass is torch's fused kernel.
+are exact, and one product at the rate of bf16 is all (twice that of fp32 with AVX512-BF16, more with AMX). What is between
+the products is compiled (drafter/kernels_numba.py). In fp32 the forward pass is torch's fused kernel, but of a few keys.
 
 Shape suffixes as in drafter/ttt.py, and: B rows of a block, U keys of a tile, Q = R * B queries that share a key head, X a
 head's width with extra columns.
