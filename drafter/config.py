@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -49,8 +49,10 @@ class DrafterConfig(BaseModel):
     vocab_size: int = Field(gt=0)
     draft_vocab_size: int = Field(gt=0)
     max_position_embeddings: int = Field(gt=0)
-    # The servers agree on no biases and on one layer (docs/drafter.md): the names are here to be refused.
-    attention_bias: bool = False
+    # The one bias on which the servers agree (docs/drafter.md): the attention's output's. True, in Hugging Face configs,
+    # means q, k and v too, which SGLang gives none.
+    attention_bias: bool | Literal["o_proj"] = False
+    # The servers agree on one layer only: the name is here to be refused.
     num_hidden_layers: int = 1
     # EAGLE-3.1, with the servers' meaning: one norm over all captured states side by side before `fc` (input_norm), or
     # one for each (fc_norm.0, ...); and whether a step is fed the state after the last norm instead of before it.
@@ -70,10 +72,11 @@ class DrafterConfig(BaseModel):
     @field_validator("attention_bias", "num_hidden_layers")
     @classmethod
     def _agreed(cls, value: Any, info: ValidationInfo) -> Any:
-        if value != cls.model_fields[str(info.field_name)].default:
+        expected: tuple[Any, ...] = (1,) if info.field_name == "num_hidden_layers" else (False, "o_proj")
+        if value not in expected:
             raise DrafterError(
-                f"{info.field_name}: expected {cls.model_fields[str(info.field_name)].default}, found {value}: SGLang and "
-                f"vLLM compute such a drafter in two ways (docs/drafter.md)"
+                f"{info.field_name}: expected {' or '.join(map(str, expected))}, found {value}: SGLang and vLLM compute "
+                f"such a drafter in two ways (docs/drafter.md)"
             )
         return value
 

@@ -49,6 +49,7 @@ def describe(drafter: Drafter) -> str:
     config = drafter.config
     trained = sum(one.numel() for one in drafter.parameters()) - drafter.embed_tokens.weight.numel()
     on = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    on += [f"bias of {config.attention_bias}"] if config.attention_bias else []
     rows = {
         "hidden size": f"{config.hidden_size} (verifier's states: {config.target_hidden_size})",
         "heads": f"{config.num_attention_heads} of {config.head_dim}, {config.num_key_value_heads} for keys and values",

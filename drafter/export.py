@@ -34,20 +34,20 @@ _EMBEDDING = "embed_tokens.weight"
 _SAME = (
     "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_theta", "rope_scaling", "vocab_size", "draft_vocab_size", "max_position_embeddings",
-    "attention_bias", "norm_before_fc", "fc_norm", "norm_output",
+    "norm_before_fc", "fc_norm", "norm_output",
 )  # fmt: skip
 # Written only where they are on: `norm_output` means something else to SpecForge (norm before the head).
 _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
 # What other EAGLE-3 drafters switch on and this one does not compute.
-_REFUSED = ("tie_word_embeddings", "attention_bias", "bias", "mlp_bias", "norm_before_residual", "use_aux_norm")
+_REFUSED = ("tie_word_embeddings", "bias", "mlp_bias", "norm_before_residual", "use_aux_norm")
 _FIX = "export it again, or point at a folder that holds an EAGLE-3 drafter for SGLang"
 
 
 def sglang_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that SGLang reads for a drafter of this config, by name.
+    """Shape of every tensor that SGLang reads for a drafter of this config, by name, and of those that others need.
 
     The maps are there unless the vocabulary is whole: without `d2t` the server skips the look-up of each drafted
-    token. `t2d` is not read by SGLang, but by vLLM and SpecForge.
+    token. `t2d` is not read by SGLang, but by vLLM and SpecForge; biases of q, k and v, which are zero, by vLLM.
     """
     width, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -66,6 +66,8 @@ def sglang_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         "norm.weight": (width,),
         "lm_head.weight": (config.draft_vocab_size, width),
     }
+    if config.attention_bias:
+        shapes |= {"midlayer.self_attn.o_proj.bias": (width,)} | _zero_biases(config)
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (config.feature_size,)
     if config.fc_norm:
@@ -77,6 +79,12 @@ def sglang_tensors(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _zero_biases(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Biases that vLLM adds wherever there is one for the attention's output, and that SGLang drops."""
+    widths = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    return {f"midlayer.self_attn.{name}_proj.bias": (heads * config.head_dim,) for name, heads in widths.items()}
+
+
 def sglang_config(config: DrafterConfig, dtype: torch.dtype, layer_ids: Sequence[int] | None = None) -> dict[str, Any]:
     """config.json of a drafter. layer_ids: as for `export_sglang`."""
     layers = list(config.capture_layers)
@@ -86,6 +94,7 @@ def sglang_config(config: DrafterConfig, dtype: torch.dtype, layer_ids: Sequence
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
+        "attention_bias": bool(config.attention_bias),
         "torch_dtype": str(dtype).removeprefix("torch."),
         **{name: getattr(config, name) for name in _SAME if name not in _VARIANTS or getattr(config, name)},
         # SGLang reads the first, vLLM the second, which counts from 1: it names the layer that reads the state.
@@ -128,10 +137,16 @@ def export_sglang(
         raise DrafterError(f"layer_ids: expected {len(config.capture_layers)} of them, found {list(layer_ids)}")
     dtype = dtype or drafter.fc.weight.dtype
     shapes = sglang_tensors(config)
-    state = drafter.state_dict()
+    state = served_state(drafter)
     for unread in {_EMBEDDING, "d2t", "t2d"} - set(shapes):
         state.pop(unread)
     write_folder(folder, sglang_config(config, dtype, layer_ids), converted(state, dtype), shapes)
+
+
+def served_state(drafter: Drafter) -> dict[str, Tensor]:
+    """The drafter's tensors, and the zeros that make both servers compute the same."""
+    zeros = _zero_biases(drafter.config) if drafter.config.attention_bias else {}
+    return drafter.state_dict() | {name: torch.zeros(shape) for name, shape in zeros.items()}
 
 
 def converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -220,6 +235,9 @@ def read_tensors(folder: str | os.PathLike[str]) -> tuple[str, dict[str, Tensor]
 def build(where: str, config: DrafterConfig, tensors: dict[str, Tensor], embedding_VD: Tensor | None) -> Drafter:
     """The drafter of these tensors, by SGLang's names, checked one by one; see `load_sglang`."""
     shapes = sglang_tensors(config)
+    if config.attention_bias:
+        tensors = _without_zero_biases(where, config, tensors)
+        shapes = {name: shape for name, shape in shapes.items() if name not in _zero_biases(config)}
     optional = {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
         "d2t": (config.draft_vocab_size,),
@@ -236,6 +254,17 @@ def build(where: str, config: DrafterConfig, tensors: dict[str, Tensor], embeddi
     drafter = Drafter(config, _draft_vocab(where, config, tensors), embedding_VD).to(dtype)
     drafter.load_state_dict(tensors | {"d2t": drafter.d2t, "t2d": drafter.t2d, _EMBEDDING: drafter.embed_tokens.weight})
     return drafter
+
+
+def _without_zero_biases(where: str, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Raises DrafterError when one is there and not zero: SGLang drops it, vLLM adds it."""
+    for name in _zero_biases(config):
+        if name in tensors and tensors[name].count_nonzero():
+            raise DrafterError(
+                f"{where}: {name}: expected zeros, found other numbers: SGLang gives q, k and v no bias, vLLM does "
+                f"(docs/drafter.md); this package trains drafters that both serve alike"
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in _zero_biases(config)}
 
 
 def _check_tensors(where: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], fix: str) -> None:
@@ -292,12 +321,17 @@ def read_config(
         )
     fields = {name: found[name] for name in _SAME if found.get(name) is not None}
     fields |= {name: True for name in _VARIANTS if eagle.get(name)}
-    fields |= rope_fields(found) | {"capture_layers": tuple(layers)}
+    fields |= bias_fields(found) | rope_fields(found) | {"capture_layers": tuple(layers)}
     fields.setdefault("draft_vocab_size", found.get("vocab_size"))
     fields.setdefault("num_key_value_heads", found.get("num_attention_heads"))
     if "head_dim" not in fields and found.get("hidden_size") and found.get("num_attention_heads"):
         fields["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
     return checked_config(fields, str(path))
+
+
+def bias_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`attention_bias` of the servers, to both of which it gives o_proj a bias; `build` sees to it that it stays at that."""
+    return {"attention_bias": "o_proj" if config.get("attention_bias") else False}
 
 
 def read_json(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:

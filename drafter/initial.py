@@ -33,6 +33,8 @@ def new_drafter(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = Drafter(config, vocabulary, _embedding(config, weights))
+    if config.attention_bias:
+        torch.nn.init.zeros_(drafter.midlayer.self_attn.o_proj.bias)
     if section.lm_head != "trained":
         with torch.no_grad():
             if config.target_hidden_size == config.hidden_size:

@@ -33,7 +33,7 @@ class Projections(nn.Module):
         self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
         self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias == "o_proj")
         found = frequencies(config.rope_scaling, config.rope_theta, config.head_dim, config.max_position_embeddings)
         # Not a buffer: a model cast to bf16 would take its frequencies along.
         self.frequencies, self.rope_factor = found[0].tolist(), found[1]

@@ -17,6 +17,7 @@ from torch import Tensor
 from drafter.config import DrafterConfig, checked_config, rope_fields
 from drafter.errors import DrafterError
 from drafter.export import (
+    bias_fields,
     build,
     by_server_names,
     converted,
@@ -24,6 +25,7 @@ from drafter.export import (
     read_config,
     read_json,
     read_tensors,
+    served_state,
     sglang_tensors,
     write_folder,
 )
@@ -36,7 +38,7 @@ _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
 # Fields of the inner config that a drafter's has under the same name.
 _SAME = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "vocab_size", "max_position_embeddings", "attention_bias",
+    "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 
 
@@ -74,6 +76,7 @@ def speculators_config(
             "num_hidden_layers": 1,
             "hidden_act": "silu",
             "mlp_bias": False,
+            "attention_bias": bool(config.attention_bias),
             "tie_word_embeddings": False,
             "rope_parameters": rope,
             **{name: getattr(config, name) for name in _SAME},
@@ -92,7 +95,7 @@ def export_speculators(
 ) -> None:
     """Write the folder for speculators and vLLM. Raises DrafterError as `drafter.export.export_sglang` does."""
     dtype, shapes = dtype or drafter.fc.weight.dtype, speculators_tensors(drafter.config)
-    state = {_layer_name(name): tensor for name, tensor in drafter.state_dict().items()}
+    state = {_layer_name(name): tensor for name, tensor in served_state(drafter).items()}
     state = {name: tensor for name, tensor in state.items() if name in shapes or name not in ("d2t", "t2d")}
     config = speculators_config(drafter.config, dtype, verifier, architectures, draft_length)
     write_folder(folder, config, converted(state, dtype), shapes)
@@ -165,7 +168,8 @@ def _read_config(
             f"{path}: eagle_aux_hidden_state_layer_ids: expected the captured layers, found none; name them with "
             f"capture_layers (--layers), or the verifier (--verifier) whose default they are"
         )
-    fields = {name: inner[name] for name in _SAME if inner.get(name) is not None} | rope_fields(inner)
+    fields = {name: inner[name] for name in _SAME if inner.get(name) is not None}
+    fields |= bias_fields(inner) | rope_fields(inner)
     fields |= {name: bool(found.get(name)) for name in _VARIANTS}
     fields |= {
         "draft_vocab_size": found.get("draft_vocab_size") or inner.get("vocab_size"),

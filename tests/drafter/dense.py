@@ -126,6 +126,8 @@ def _dense_sequence(drafter: Drafter, ids: Tensor, features: Tensor, steps: int)
         shares = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         attended = torch.einsum("asu,uac->sac", shares, torch.cat(values)).reshape(rows, -1)
         hidden = hidden + attended @ layer.self_attn.o_proj.weight.T
+        if config.attention_bias:
+            hidden = hidden + layer.self_attn.o_proj.bias
         x = norm(hidden, layer.post_attention_layernorm.weight, eps)
         gate = x @ layer.mlp.gate_proj.weight.T
         hidden = hidden + (gate * gate.sigmoid() * (x @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 STEPS = 4
+SPECFORGE_LACKS = ("norm_before_fc", "norm_output", "attention_bias")  # or takes for something else
 
 
 def specforge(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -91,6 +92,6 @@ if __name__ == "__main__":
     tensors = load_file(root / "batch.safetensors")
     logits = {"speculators": speculators(root / "vllm", tensors)}
     config = json.loads((root / "sglang" / "config.json").read_text())
-    if not (config.get("norm_before_fc") or config.get("norm_output")):  # which it lacks, or takes for something else
+    if not any(config.get(name) for name in SPECFORGE_LACKS):
         logits["specforge"] = specforge(root / "sglang", tensors)
     save_file({name: value.contiguous() for name, value in logits.items()}, root / "logits.safetensors")

@@ -93,7 +93,7 @@ def test_a_config_without_a_decoder_in_it_is_refused() -> None:
         ({"capture_layers": (1, 1)}, "ascending, found \\[1, 1\\]"),
         ({"capture_layers": ()}, "at least 1 item"),
         ({"head_dim": 5}, "multiple of 2"),
-        ({"attention_bias": True}, "attention_bias: expected False, found True: SGLang and vLLM"),
+        ({"attention_bias": True}, "attention_bias: expected False or o_proj, found True: SGLang and vLLM"),
         ({"num_hidden_layers": 2}, "num_hidden_layers: expected 1, found 2: SGLang and vLLM"),
         ({"norm_before_fc": True, "fc_norm": True}, "at most one of them on"),
         ({"layers": 3}, "Extra inputs are not permitted"),

@@ -28,6 +28,7 @@ VARIANTS: list[dict[str, Any]] = [
     {},
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True, "draft_vocab_size": 30},
+    {"attention_bias": "o_proj"},
     {"target_hidden_size": 12, "rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
 ]
 
@@ -195,10 +196,11 @@ def test_for_sglang_layers_are_numbered_as_the_verifiers_family_has_them_or_not_
         ({"norm_before_fc": True, "norm_output": True}, 1),
         ({"draft_vocab_size": 30, "fc_norm": True, "norm_output": True}, 1),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 8}}, 2),
+        ({"attention_bias": "o_proj"}, 1),
     ],
 )
 def test_the_peers_own_classes_give_the_same_logits(tmp_path: Path, changed: dict[str, Any], peers: int) -> None:
-    """peers: how many of them compute such a drafter; SpecForge has fc_norm alone of EAGLE-3.1."""
+    """peers: how many of them compute such a drafter; SpecForge has fc_norm alone of EAGLE-3.1, and no biases."""
     drafter = small_drafter(head_dim=8, **changed)
     batch = small_batch(drafter, [18])
     export_sglang(drafter, tmp_path / "sglang")

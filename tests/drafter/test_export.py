@@ -81,8 +81,14 @@ def test_transformers_reads_the_config_as_the_server_will(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"capture_layers": (0, 2, 4, 6, 7)}, {"draft_vocab_size": 30}, {"target_hidden_size": 20}],
-    ids=["usual", "five layers", "whole vocabulary", "wider verifier"],
+    [
+        {},
+        {"capture_layers": (0, 2, 4, 6, 7)},
+        {"draft_vocab_size": 30},
+        {"target_hidden_size": 20},
+        {"attention_bias": "o_proj"},
+    ],
+    ids=["usual", "five layers", "whole vocabulary", "wider verifier", "a bias"],
 )
 def test_a_drafter_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, changed: dict[str, Any]) -> None:
     drafter = small_drafter(dtype=dtype, **changed)
@@ -106,6 +112,26 @@ def test_a_whole_vocabulary_needs_no_map_and_another_width_an_embedding_of_its_o
     _, tensors = exported(tmp_path / "wide", wide)
     assert set(tensors) == set(SERVER_READS) | {"embed_tokens.weight"}
     assert torch.equal(load_sglang(tmp_path / "wide").embed_tokens.weight, embedding(wide))
+
+
+def test_a_bias_of_o_proj_comes_with_zeros_that_make_the_other_server_compute_the_same(tmp_path: Path) -> None:
+    """vLLM gives q, k and v a bias too wherever `attention_bias` is on; SGLang drops those names."""
+    drafter = small_drafter(attention_bias="o_proj")
+    config, tensors = exported(tmp_path, drafter)
+    assert config["attention_bias"] is True
+    zeros = {f"midlayer.self_attn.{name}_proj.bias": width for name, width in {"q": 24, "k": 12, "v": 12}.items()}
+    assert set(tensors) == {*SERVER_READS, *zeros, "midlayer.self_attn.o_proj.bias"}
+    assert all(torch.equal(tensors[name], torch.zeros(width)) for name, width in zeros.items())
+    bias = tensors["midlayer.self_attn.o_proj.bias"]
+    assert bias.all()
+    assert torch.equal(bias, drafter.midlayer.self_attn.o_proj.bias)
+    save_file({name: one for name, one in tensors.items() if name not in zeros}, tmp_path / TENSORS)
+    again = load_sglang(tmp_path, embedding(drafter))
+    assert (again.config, set(again.state_dict())) == (drafter.config, set(drafter.state_dict()))
+    for name, width in zeros.items():
+        save_file(tensors | {name: torch.full((width,), 0.5)}, tmp_path / TENSORS)
+        with pytest.raises(DrafterError, match=rf"{name}: expected zeros, found other numbers: SGLang"):
+            load_sglang(tmp_path, embedding(drafter))
 
 
 def test_weights_are_cast_when_asked_and_maps_never(tmp_path: Path) -> None:
@@ -162,6 +188,7 @@ def put(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Ten
         (put("d2t", lambda t: t.int()), "d2t: expected torch.int64, found torch.int32"),
         (put("d2t", lambda t: t + torch.arange(11)), "d2t holds offsets"),
         (put("t2d", lambda t: ~t), "t2d: expected 11 ids"),
+        (put("midlayer.self_attn.o_proj.bias", lambda t: t), "found \\['midlayer.self_attn.o_proj.bias'\\]"),
         (put("norm.weight", lambda t: t.long()), "norm.weight: expected floating point, found torch.int64"),
         (put("norm.weight", lambda t: t * torch.inf), "norm.weight: expected finite"),
         (put("embed_tokens.weight", lambda t: t), "embed_tokens.weight: expected shape \\[30, 16\\]"),
@@ -186,6 +213,8 @@ def test_tensors_that_are_not_the_drafters_are_refused(
         ({"num_hidden_layers": 2}, "num_hidden_layers: expected 1, found 2"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings: expected it off"),
         ({"norm_before_residual": True}, "norm_before_residual: expected it off"),
+        ({"bias": True}, "bias: expected it off"),
+        ({"mlp_bias": True}, "mlp_bias: expected it off"),
         ({"eagle_config": {"use_aux_norm": True}}, "use_aux_norm: expected it off"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: .*factor: expected a number"),
         ({"hidden_size": None}, "hidden_size: Field required"),

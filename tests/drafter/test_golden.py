@@ -22,8 +22,8 @@ from vocab.mapping import DraftVocab
 GOLDEN = Path(__file__).parent / "golden"
 CLOSE = {"atol": 1e-4, "rtol": 0}
 SPECFORGE = ["plain", "grouped", "wide_heads", "long", "fc_norm_alone"]
-SPECULATORS = [*SPECFORGE, "packed", "fc_norm", "norm_before_fc"]
-PACKED = ["packed", "norm_before_fc"]
+SPECULATORS = [*SPECFORGE, "packed", "fc_norm", "norm_before_fc", "biased"]
+PACKED = ["packed", "norm_before_fc", "biased"]
 # Speculators' names of losses that we have.
 LOSSES = {"kl_div": "kl", "rkl": "reverse_kl", "tv": "tv", "nla": "lk", "lk_hybrid": "lk_hybrid"}
 
@@ -40,6 +40,10 @@ class Golden:
         }
         layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         variants = {name: self.config.get(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+        if self.config.get("attention_bias"):
+            variants["attention_bias"] = "o_proj"
+            for part in "qkv":
+                assert not self.weights.pop(f"midlayer.self_attn.{part}_proj.bias").any()
         config = DrafterConfig.from_verifier(self.config, self.config["draft_vocab_size"], layers, **variants)
         self.vocab = DraftVocab(self.weights["d2t"].numpy(), self.weights["t2d"].numpy())
         self.drafter = Drafter(config, self.vocab, self.weights["embed_tokens.weight"])

@@ -112,9 +112,29 @@ def test_a_drafter_of_another_width_trains_an_embedding_of_its_own(tiny: Tiny, t
         Session(tiny.request("x", {"config": {"hidden_size": 48}, "lm_head": "frozen"}), Team())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_bias_of_o_proj_begins_at_zero_is_trained_and_comes_with_the_drafter(
+    tiny: Tiny, tmp_path: Path, optimizer: str
+) -> None:
+    biased = {"config": {"attention_bias": "o_proj"}}
+    request = tiny.request(f"biased-{optimizer}", biased, epochs=1, lr=1e-2, optimizer=optimizer)
+    assert not Session(request, Team()).trainer.drafter.midlayer.self_attn.o_proj.bias.any()
+    assert whole_run(request) is not None
+    folder = Run(request.run).fetch_drafter(tmp_path / "d")
+    drafter = load_sglang(folder, read_verifier_weights(tiny.verifier).embedding_VD)
+    bias = drafter.midlayer.self_attn.o_proj.bias
+    assert bias.all()
+    again = tiny.request(f"again-{optimizer}", biased | {"start_from": str(folder)}, epochs=1)
+    assert torch.equal(Session(again, Team()).trainer.drafter.midlayer.self_attn.o_proj.bias, bias.float())
+    plain = tiny.request(f"plain-{optimizer}", {"start_from": str(folder)}, epochs=1)
+    with pytest.raises(DrafterError, match="attention_bias: expected False, found o_proj; give drafter.config"):
+        Session(plain, Team())
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        ({"attention_bias": True}, "attention_bias: expected False or o_proj, found True: SGLang and vLLM"),
         ({"target_hidden_size": 32}, "target_hidden_size: expected 64, of the states of the dataset .*found 32"),
         ({"vocab_size": 48}, "vocab_size: expected 1000, of the verifier .*found 48"),
         ({"capture_layers": [1, 2, 3]}, r"drafter.config.*capture_layers"),

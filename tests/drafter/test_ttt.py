@@ -35,6 +35,7 @@ def assert_close(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> 
     st.integers(1, 7),
     heads,
     st.integers(1, 4),
+    st.sampled_from([False, "o_proj"]),
     st.integers(0, 99),
 )
 def test_values_and_gradients_are_those_of_one_dense_softmax(
@@ -44,12 +45,13 @@ def test_values_and_gradients_are_those_of_one_dense_softmax(
     steps: int,
     shape: tuple[int, int, int],
     captured: int,
+    bias: bool | str,
     seed: int,
 ) -> None:
     attention, groups, width = shape
     drafter = small_drafter(
         seed, dtype, num_attention_heads=attention, num_key_value_heads=groups, head_dim=width,
-        capture_layers=tuple(range(captured)),
+        capture_layers=tuple(range(captured)), attention_bias=bias,
     )  # fmt: skip
     batch = small_batch(drafter, lengths, seed)
     ours_features, theirs_features = batch.features.clone().requires_grad_(), batch.features.clone().requires_grad_()

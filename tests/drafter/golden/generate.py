@@ -34,12 +34,14 @@ CASES = {
     "fc_norm": (32, 4, 2, 8, 10_000.0, [20], 4, True),
     "norm_before_fc": (32, 4, 2, 8, 10_000.0, [8, 13], 4, True),
     "fc_norm_alone": (48, 6, 2, 8, 10_000.0, [22], 5, True),
+    "biased": (32, 4, 2, 8, 10_000.0, [12, 9], 4, True),
 }
-# EAGLE-3.1: keys of the config that are on. SpecForge has only fc_norm, and means another thing by norm_output.
+# Keys of the config that are on. Of EAGLE-3.1 SpecForge has only fc_norm, and means another thing by norm_output.
 VARIANTS = {
     "fc_norm": ("fc_norm", "norm_output"), "norm_before_fc": ("norm_before_fc",), "fc_norm_alone": ("fc_norm",),
+    "biased": ("attention_bias",),
 }  # fmt: skip
-SPECFORGE_LACKS = {"norm_output", "norm_before_fc"}
+SPECFORGE_LACKS = {"norm_output", "norm_before_fc", "attention_bias"}
 
 
 def weights(config: dict, norms: bool) -> dict[str, torch.Tensor]:
@@ -64,6 +66,10 @@ def weights(config: dict, norms: bool) -> dict[str, torch.Tensor]:
     }
     for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm"):
         found[f"{name}.weight"] = 0.5 + torch.rand(width) if norms else torch.ones(width)
+    if config.get("attention_bias"):  # of q, k and v zero: SGLang has none there
+        sizes = {"q": queries, "k": keys, "v": keys}
+        found |= {f"midlayer.self_attn.{name}_proj.bias": torch.zeros(size) for name, size in sizes.items()}
+        found["midlayer.self_attn.o_proj.bias"] = torch.randn(width)
     if config.get("norm_before_fc"):
         found["input_norm.weight"] = 0.5 + torch.rand(len(LAYERS) * width)
     if config.get("fc_norm"):
@@ -123,6 +129,7 @@ def speculators(config: dict, state: dict, case: SimpleNamespace, folder: Path) 
     layer = LlamaConfig(
         **{name: config[name] for name in names},
         tie_word_embeddings=False,
+        attention_bias=config.get("attention_bias", False),
         rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
     )
     layer._attn_implementation = "sdpa"
