@@ -47,11 +47,14 @@ _FIX = "restore it from a copy, or start the run over with --fresh"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights and optimiser on the CPU, fp32. model: by parameter. moments: by `<parameter>.<kind>`. steps: applied."""
+    """Weights and optimiser on the CPU, fp32. model: by parameter. moments: by `<parameter>.<kind>`. steps: applied.
+    accepted: mean acceptance of each step of training-time test in the last update, for a loss that looks at it.
+    """
 
     model: dict[str, Tensor]
     moments: dict[str, Tensor]
     steps: int
+    accepted: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Checkpoints:
             "run_id": self.run_id or "",
             **counters,
             "optimizer_steps": snapshot.steps,
+            "accepted": snapshot.accepted,
             "files": described,
         }
         self.store.put(f"{folder}/{STATE}", json.dumps(state, indent=1).encode() + b"\n")
@@ -166,7 +170,7 @@ class Checkpoints:
         state = self._state(f"{folder}/{STATE}", update)
         model = self._tensors(f"{folder}/{MODEL}", state["files"][MODEL], shapes.model)
         moments = self._tensors(f"{folder}/{OPTIMIZER}", state["files"][OPTIMIZER], shapes.moments)
-        return state, Snapshot(model, moments, int(state["optimizer_steps"]))
+        return state, Snapshot(model, moments, int(state["optimizer_steps"]), state["accepted"])
 
     def _state(self, key: str, update: int) -> dict[str, Any]:
         where = f"{self.store.uri}/{key}"
@@ -177,6 +181,7 @@ class Checkpoints:
                 isinstance(state["files"][name]["bytes"], int) and isinstance(state["files"][name]["sha256"], str)
                 for name in (MODEL, OPTIMIZER)
             )
+            state["accepted"] = tuple(map(float, state["accepted"])) if state.get("accepted") else None
         except ObjectMissing as error:
             raise _Damaged(str(error)) from None
         except (ValueError, KeyError, TypeError) as error:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from drafter.divergences import divergence, entropy
+from drafter.divergences import Divergence, divergence, entropy
 from drafter.exponentials import Sums, exponentials
 from drafter.mean_rows import pull, taught
 from drafter.precision import product_dtype
@@ -38,30 +38,33 @@ _WIDTH_AT_ONCE = 4096
 
 
 class HeadLoss(torch.autograd.Function):
-    """(summed share * loss, loss_N, draft_N) of rows whose teachers are at slot_N; gradients are formed in forward.
+    """(summed share * loss, loss_N, draft_N, accepted_N) of rows whose teachers are at slot_N; gradients are formed in
+    forward.
 
     hidden_ND: after the last norm. weight_WD: the drafter's lm_head. slot_N: [N] int64 in [0, M), in any order.
-    share_N: [N] fp32, of each row in the sum. kind: of `drafter.divergences.KINDS`. loss_N: [N] fp32. draft_N: [N]
-    int64, the likeliest draft id (the least one among equals). Products are in the autocast dtype, else in the
+    share_N: [N] fp32, of each row in the sum. kind: of `drafter.divergences.KINDS`. mean_N: [N] fp32 or None, as
+    `divergence` takes it. loss_N: [N] fp32. draft_N: [N] int64, the likeliest draft id (the least one among equals).
+    accepted_N: [N] fp32, zeros for a loss that does not look at it. Products are in the autocast dtype, else in the
     weight's; sums in fp32.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_WD: Tensor, teacher: Teacher, slot_N: Tensor, share_N: Tensor, kind: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, hidden_ND: Tensor, weight_WD: Tensor, teacher: Teacher, slot_N: Tensor, share_N: Tensor, kind: str,
+        mean_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         device, wants_hidden, wants_weight = hidden_ND.device, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dtype = product_dtype(weight_WD)
-        loss_N = torch.empty(len(hidden_ND), device=device)
+        loss_N, accepted_N = torch.empty(len(hidden_ND), device=device), torch.zeros(len(hidden_ND), device=device)
         draft_N = torch.empty_like(slot_N)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32) if wants_weight else None
-        chunk_loss = _by_mean_row if kind in ("soft_cross_entropy", "kl") else _by_logits
+        by_mean_row = kind in ("soft_cross_entropy", "kl")
         with torch.autocast(device.type, enabled=False):
             weight_WD = weight_WD.to(dtype)
             width = len(weight_WD)
             budget = rows_at_once(width, device)
-            if chunk_loss is _by_logits:
+            if not by_mean_row:
                 budget = max(2, budget // 4)  # five of [rows, W] in fp32 exist for a moment
             order_N = slot_N.argsort(stable=True)
             buffer = torch.empty(0, dtype=dtype, device=device)
@@ -77,13 +80,19 @@ class HeadLoss(torch.autograd.Function):
                 scale_S = teacher.shares(first, last, exp_RW[count:])
                 sums = exponentials(states, weight_WD, exp_RW[:count])
                 draft_N[at] = sums.best_N
-                loss_N[at] = chunk_loss(
-                    kind, states, weight_WD, exp_RW, sums, scale_S, slot_N[at] - first, share_N[at], grad_hidden_ND, at,
-                    grad_weight_WD,
-                )  # fmt: skip
+                given = states, weight_WD, exp_RW, sums, scale_S, slot_N[at] - first, share_N[at]
+                if by_mean_row:
+                    loss_N[at] = _by_mean_row(kind, *given, grad_hidden_ND, at, grad_weight_WD)
+                    continue
+                inside_S = None if teacher.inside_M is None else teacher.inside_M[first:last]
+                mean = None if mean_N is None else mean_N[at]
+                found = _by_logits(kind, *given, grad_hidden_ND, at, grad_weight_WD, inside_S, mean)
+                loss_N[at] = found.loss_N
+                if found.accepted_N is not None:
+                    accepted_N[at] = found.accepted_N
         ctx.grads = grad_hidden_ND, grad_weight_WD
-        ctx.mark_non_differentiable(loss_N, draft_N)
-        return (loss_N * share_N).sum(), loss_N, draft_N
+        ctx.mark_non_differentiable(loss_N, draft_N, accepted_N)
+        return (loss_N * share_N).sum(), loss_N, draft_N, accepted_N
 
     @staticmethod
     @once_differentiable
@@ -92,7 +101,7 @@ class HeadLoss(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             raise RuntimeError("HeadLoss: a second backward pass through one forward pass")
-        return (*(one if one is None else one.mul_(grad) for one in grads), None, None, None, None)
+        return (*(one if one is None else one.mul_(grad) for one in grads), None, None, None, None, None)
 
 
 def _by_mean_row(
@@ -118,19 +127,20 @@ def _by_mean_row(
 
 def _by_logits(
     kind: str, states: Tensor, weight_WD: Tensor, exp_RW: Tensor, sums: Sums, scale_S: Tensor, slot: Tensor,
-    share: Tensor, grad_ND: Tensor | None, at: Tensor, grad_weight_WD: Tensor | None,
-) -> Tensor:  # fmt: skip
+    share: Tensor, grad_ND: Tensor | None, at: Tensor, grad_weight_WD: Tensor | None, inside_S: Tensor | None,
+    mean: Tensor | None,
+) -> Divergence:  # fmt: skip
     """`_by_mean_row` for any divergence: both probabilities and the gradient of the logits are formed, in fp32."""
     count = len(states)
     draft_NW = exp_RW[:count].float() / sums.sum[:, None]
     verifier_NW = (exp_RW[count:].float() * scale_S[:, None])[slot]
-    loss, grad_NW = divergence(kind, draft_NW, verifier_NW)
-    grad = (grad_NW * share[:, None]).to(states.dtype)
+    found = divergence(kind, draft_NW, verifier_NW, None if inside_S is None else inside_S[slot], mean)
+    grad = (found.grad_NW * share[:, None]).to(states.dtype)
     if grad_weight_WD is not None:
         _add_product(grad_weight_WD, grad, states)
     if grad_ND is not None:
         grad_ND.index_copy_(0, at, (grad @ weight_WD).to(grad_ND.dtype))
-    return loss
+    return found
 
 
 def _add_product(sum_WD: Tensor, left_RW: Tensor, right_RD: Tensor) -> None:

@@ -17,6 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from drafter.divergences import ACCEPTANCE
 from drafter.errors import DrafterError
 from drafter.head_loss import HeadLoss
 from drafter.model import Drafter
@@ -31,7 +32,8 @@ class Loss:
 
     positions: rows that count. covered: those whose verifier argmax is in the draft vocabulary. matched: those where
     the drafter's likeliest token is the verifier's, of its *whole* vocabulary: matched / positions compares drafters of
-    any vocabulary. cross_entropy: fp32 sum of the loss by name over the rows that are learnt from.
+    any vocabulary. learnt: rows that are learnt from. cross_entropy: fp32 sum of the loss by name over these. accepted:
+    fp32 sum over these of what a server that samples would accept, for a loss that looks at it (`drafter.divergences`).
     """
 
     loss: Tensor
@@ -39,6 +41,8 @@ class Loss:
     covered: Tensor
     matched: Tensor
     cross_entropy: Tensor
+    learnt: Tensor
+    accepted: Tensor
 
 
 def ttt_loss(
@@ -54,10 +58,12 @@ def ttt_loss(
     decay: float = 0.8,
     denominator: int | Tensor | None = None,
     argmax_T: Tensor | None = None,
+    inside_T: Tensor | None = None,
     kind: str = "soft_cross_entropy",
     out_of_vocabulary: str = "mask",
     step_weights: Sequence[float] | None = None,
     top_k: TopK | None = None,
+    accepted_K: Sequence[float] | None = None,
     rows: str = "served",
 ) -> Loss:
     """Loss of a packed batch: sum over steps k of decay^k times the summed loss of the rows, over the denominator.
@@ -66,18 +72,22 @@ def ttt_loss(
     verifier's final hidden states, as `head` reads them; not read where there is a top_k.
     denominator: positions of step 0, this batch's when left out; the whole step's when it is accumulated or
     distributed, and then losses are to be *added* over its parts.
-    argmax_T: [T] int64, the verifier's likeliest token after each one, where the dataset stores it.
+    argmax_T: [T] int64, the verifier's likeliest token after each one, where it is known. inside_T: [T] fp32, its
+    probability of the draft vocabulary, where it is known; only losses that look at acceptance read it.
     kind: of `drafter.divergences`. out_of_vocabulary: what is learnt where the verifier's likeliest token is outside
     the draft vocabulary: nothing (`mask`), or its shares of the tokens inside (`renormalise`).
     step_weights: [K], instead of decay^k. top_k: the verifier's likeliest tokens where they are stored: the teacher,
-    instead of final_TD's (`drafter.teacher.TopKTeacher` says what becomes of the others). rows: whose positions count,
-    see `counted_rows`. Raises DrafterError for shapes that do not agree.
+    instead of final_TD's (`drafter.teacher.TopKTeacher` says what becomes of the others). accepted_K: [K], the mean
+    acceptance of each step that `lk_hybrid` weighs its parts by; each row's own when left out. rows: whose positions
+    count, see `counted_rows`. Raises DrafterError for shapes that do not agree.
     """
     check_batch(drafter, token_ids_T, features_TF, lengths, steps)
     for name, part, shape in (
         ("loss mask", loss_mask_T, token_ids_T.shape),
         ("final states", final_TD, (len(token_ids_T), head.weight_VD.shape[1])),
         ("argmax", argmax_T, token_ids_T.shape),
+        ("inside", inside_T, token_ids_T.shape),
+        ("accepted", None if accepted_K is None else torch.tensor(accepted_K), torch.Size([steps])),
         ("top-k", None if top_k is None else top_k.logsumexp_T, token_ids_T.shape),
         ("step weights", None if step_weights is None else torch.tensor(step_weights), torch.Size([steps])),
     ):
@@ -88,17 +98,20 @@ def ttt_loss(
     teacher_M = taught_T.nonzero().squeeze(1)
     if argmax_T is None and top_k is not None:
         argmax_T = top_k.ids_TK[:, 0]
-    best_M = head.argmax(_known(final_TD)[teacher_M]) if argmax_T is None else argmax_T[teacher_M]
-    inside_M = head.in_draft_V[best_M]
-    taught_M = inside_M if out_of_vocabulary == "mask" else torch.ones_like(inside_M)
+    weighed = kind in ACCEPTANCE and top_k is None  # which says it itself
+    best_M, inside_M = _verifiers(head, final_TD, teacher_M, argmax_T, inside_T, weighed)
+    covered_M = head.in_draft_V[best_M]
+    taught_M = covered_M if out_of_vocabulary == "mask" else torch.ones_like(covered_M)
     if top_k is not None:
         taught_M = taught_M & head.in_draft_V[top_k.ids_TK[teacher_M]].any(-1)
     taught = taught_M.nonzero().squeeze(1)
-    teacher_M, best_M, inside_M = teacher_M[taught], best_M[taught], inside_M[taught]
+    teacher_M, best_M, covered_M = teacher_M[taught], best_M[taught], covered_M[taught]
     if top_k is not None:
-        teacher: Teacher = TopKTeacher(top_k.ids_TK[teacher_M], top_k.logits_TK[teacher_M], head)
+        stored = top_k[teacher_M]
+        teacher: Teacher = TopKTeacher(stored.ids_TK, stored.logits_TK, head, stored.logsumexp_T)
     else:
-        teacher = HeadTeacher(_known(final_TD)[teacher_M], head)
+        inside_M = None if inside_M is None else inside_M[taught]
+        teacher = HeadTeacher(_known(final_TD)[teacher_M], head, inside_M)
     device = token_ids_T.device
     slot_T = torch.full((len(token_ids_T),), -1, device=device)  # where in M a position is
     slot_T[teacher_M] = torch.arange(len(teacher_M), device=device)
@@ -122,14 +135,37 @@ def ttt_loss(
     share_N = share_K.repeat_interleave(torch.tensor(counts, device=device))
     slot_N = torch.cat(slots)
     normed_ND = drafter.norm(torch.cat(hidden))
-    loss, loss_N, draft_N = HeadLoss.apply(normed_ND, drafter.lm_head.weight, teacher, slot_N, share_N, kind)
+    mean_N = None
+    if accepted_K is not None:
+        mean_N = torch.tensor(accepted_K, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    weight_WD = drafter.lm_head.weight
+    loss, loss_N, draft_N, accepted_N = HeadLoss.apply(normed_ND, weight_WD, teacher, slot_N, share_N, kind, mean_N)
     match_N = drafter.target_ids(draft_N) == best_M[slot_N]
     return Loss(
         loss=loss,
         positions=torch.tensor(positions, device=device),
-        covered=torch.stack([part.sum() for part in inside_M[slot_N].split(counts)]),
+        covered=torch.stack([part.sum() for part in covered_M[slot_N].split(counts)]),
         matched=torch.stack([part.sum() for part in match_N.split(counts)]),
         cross_entropy=torch.stack([part.sum() for part in loss_N.split(counts)]),
+        learnt=torch.tensor(counts, device=device),
+        accepted=torch.stack([part.sum() for part in accepted_N.split(counts)]),
+    )
+
+
+def _verifiers(
+    head: VerifierHead, final_TD: Tensor | None, teacher_M: Tensor, argmax_T: Tensor | None, inside_T: Tensor | None,
+    weighed: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Of each teacher position the likeliest token, and, if it is asked for, the draft vocabulary's probability."""
+    if argmax_T is not None and (inside_T is not None or not weighed):
+        return argmax_T[teacher_M], None if inside_T is None else inside_T[teacher_M]
+    final_MD = _known(final_TD)[teacher_M]
+    if not weighed:
+        return head.argmax(final_MD), None
+    best_M, inside_M = head.argmax_and_inside(final_MD)
+    return (
+        best_M if argmax_T is None else argmax_T[teacher_M],
+        inside_M if inside_T is None else inside_T[teacher_M],
     )
 
 

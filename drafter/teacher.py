@@ -80,16 +80,19 @@ class TopK:
 
 
 class Teacher(Protocol):
+    # The verifier's probability of the draft vocabulary as a whole, [M] fp32; None where it is 1, or not asked for.
+    inside_M: Tensor | None
+
     def shares(self, first: int, last: int, out_SW: Tensor) -> Tensor:
         """Writes what the probabilities of positions [first, last) are proportional to; returns the factors, [S] fp32."""
         ...
 
 
 class HeadTeacher:
-    """final_MD: the verifier's final states; head: the verifier's."""
+    """final_MD: the verifier's final states; head: the verifier's. inside_M: as `Teacher` has it."""
 
-    def __init__(self, final_MD: Tensor, head: VerifierHead) -> None:
-        self.final_MD, self.weight_WD = head.read(final_MD), head.draft_weight_WD
+    def __init__(self, final_MD: Tensor, head: VerifierHead, inside_M: Tensor | None = None) -> None:
+        self.final_MD, self.weight_WD, self.inside_M = head.read(final_MD), head.draft_weight_WD, inside_M
 
     def shares(self, first: int, last: int, out_SW: Tensor) -> Tensor:
         weight_WD, out = self.weight_WD, out_SW
@@ -105,12 +108,14 @@ class TopKTeacher:
     """A stored top-k: what lies outside it has probability 0, and the rest of the draft vocabulary's shares add up to 1.
 
     So the tail is learnt as "never", whatever its mass; with K = V there is none, and this is `HeadTeacher`.
-    ids_MK: [M, K] int64, tokens of the verifier. logits_MK: [M, K], or log-probabilities. Positions whose K tokens are
-    all outside the draft vocabulary teach nothing: `known_M` is false there, and they must be left out.
-    Raises DrafterError for shapes that differ.
+    ids_MK: [M, K] int64, tokens of the verifier. logits_MK: [M, K], or log-probabilities. logsumexp_M: [M], of all the
+    verifier's logits; without it `inside_M` is None. Positions whose K tokens are all outside the draft vocabulary teach
+    nothing: `known_M` is false there, and they must be left out. Raises DrafterError for shapes that differ.
     """
 
-    def __init__(self, ids_MK: Tensor, logits_MK: Tensor, head: VerifierHead) -> None:
+    def __init__(
+        self, ids_MK: Tensor, logits_MK: Tensor, head: VerifierHead, logsumexp_M: Tensor | None = None
+    ) -> None:
         if ids_MK.shape != logits_MK.shape or ids_MK.ndim != 2:
             raise DrafterError(
                 f"teacher's top-k: expected ids and logits of one shape [positions, k], found {list(ids_MK.shape)} and "
@@ -121,7 +126,11 @@ class TopKTeacher:
         draft_V = head.in_draft_V.cumsum(0) - 1
         # Outside the draft vocabulary: probability 0, added to draft id 0.
         self.draft_MK = torch.where(inside_MK, draft_V[ids_MK], 0)
-        self.share_MK = logits_MK.float().masked_fill(~inside_MK, -torch.inf).softmax(-1).nan_to_num_(0)
+        inside_logits_MK = logits_MK.float().masked_fill(~inside_MK, -torch.inf)
+        self.share_MK = inside_logits_MK.softmax(-1).nan_to_num_(0)
+        self.inside_M = None
+        if logsumexp_M is not None:
+            self.inside_M = (inside_logits_MK.logsumexp(-1) - logsumexp_M.float()).exp().clamp(max=1)
 
     def shares(self, first: int, last: int, out_SW: Tensor) -> Tensor:
         share_SK = self.share_MK[first:last]

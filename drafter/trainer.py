@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from drafter.allocator import keep_freed_memory
 from drafter.argmax_cache import ArgmaxCache
 from drafter.batch import PackedBatch, Planes
 from drafter.checkpoint import Shapes, Snapshot
+from drafter.divergences import ACCEPTANCE
 from drafter.errors import DrafterError
 from drafter.loss import Loss, ttt_loss
 from drafter.metrics import Fair, fair_metrics
@@ -82,7 +83,10 @@ class Trainer:
         if section.lm_head == "frozen" and drafter.lm_head.weight.shape == head.draft_weight_WD.shape:
             # The very rows that teach: in the dtype of the products, and kept once.
             drafter.lm_head.weight = torch.nn.Parameter(head.draft_weight_WD, requires_grad=False)
-        self.cache = ArgmaxCache(head)
+        self.cache = ArgmaxCache(head, inside=section.loss in ACCEPTANCE)
+        # Mean acceptance of each step in the update before: what `lk_hybrid` weighs its parts by. Of this update it would
+        # be known only after all micro-batches of all workers.
+        self.accepted: tuple[float, ...] | None = None
         if team.device.type == "cpu":
             keep_freed_memory()
             if settings.dtype == "bfloat16" and team.rank == 0 and (times := bf16_over_fp32()) > 2:
@@ -113,7 +117,7 @@ class Trainer:
         sums, error = self._sums(), None
         try:
             for batch in batches:
-                loss = self.weights.forward(lambda batch=batch: self._loss(batch))  # type: ignore[misc]
+                loss = self.weights.forward(lambda batch=batch: self._loss(batch, self.accepted))  # type: ignore[misc]
                 loss.loss.backward()
                 sums += _flat(loss)
         except StatehouseError as caught:
@@ -133,13 +137,18 @@ class Trainer:
         for gradient in self.weights.gradients():
             gradient *= share
         self.optimizer.step(lr)
+        if self.section.loss in ACCEPTANCE:
+            learnt, accepted = sums[1:].view(5, -1)[3:].tolist()
+            before = self.accepted or [0.0] * len(learnt)
+            self.accepted = tuple(a / n if n else old for a, n, old in zip(accepted, learnt, before, strict=True))
         return self._measured(sums, grad_norm=norm)
 
     def snapshot(self) -> Snapshot:
         """Weights and optimiser as they are now, copied to the CPU; empty but on the first worker. All workers call it."""
         return Snapshot(
-            self.weights.whole(self.trained), self.weights.whole(self.optimizer.moments()), self.optimizer.steps
-        )
+            self.weights.whole(self.trained), self.weights.whole(self.optimizer.moments()), self.optimizer.steps,
+            self.accepted,
+        )  # fmt: skip
 
     def restore(self, snapshot: Snapshot) -> None:
         """Weights and optimiser as they were. All workers call it, each with the whole snapshot."""
@@ -150,6 +159,7 @@ class Trainer:
             name: self.weights.like(self.trained[name.rsplit(".", 1)[0]], one) for name, one in snapshot.moments.items()
         }
         self.optimizer.restore(moments, snapshot.steps)
+        self.accepted = snapshot.accepted
 
     def shapes(self) -> Shapes:
         """What a snapshot of this drafter holds."""
@@ -159,6 +169,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[PackedBatch | Planes], source_of: Mapping[int, str] | None = None) -> Measured:
         """The loss and its counts on this worker's share of the batches, summed over workers; changes nothing.
 
+        `lk_hybrid` weighs each row by its own acceptance here, so that losses of different updates can be compared.
         source_of: of every row (`PackedBatch.rows`) that any worker has, the same on all: then the fair numbers are there for each source.
         """
         sums, error = self._sums(), None
@@ -188,10 +199,10 @@ class Trainer:
                 batch.lengths, sources, self.section.ttt_steps, batch.top_k,
             )  # fmt: skip
 
-    def _loss(self, given: PackedBatch | Planes) -> Loss:
-        """The summed loss (not yet divided) of one micro-batch."""
+    def _loss(self, given: PackedBatch | Planes, accepted: Sequence[float] | None = None) -> Loss:
+        """The summed loss (not yet divided) of one micro-batch. accepted: as `ttt_loss` takes it."""
         batch = self.cache.fill(given.to(self.team.device))
-        loss = self._of(batch)
+        loss = self._of(batch, accepted)
         # A state that no counted row reads leaves the loss alone, but not the gradients: 0 * NaN.
         if not (loss.loss.isfinite() and sound(batch)) and (bad := not_finite(batch)):
             said = "; ".join(
@@ -200,16 +211,17 @@ class Trainer:
             if self.settings.bad_shards == "stop":
                 raise DrafterError(f"{said} that are not")
             log.warning("sequence skipped: %s that are not", said)
-            loss = self._of(batch.without(set(bad)))
+            loss = self._of(batch.without(set(bad)), accepted)
         return loss
 
-    def _of(self, batch: PackedBatch) -> Loss:
+    def _of(self, batch: PackedBatch, accepted: Sequence[float] | None) -> Loss:
         with self._precision():
             return ttt_loss(
                 self.drafter, self.head, batch.token_ids_T, batch.loss_mask_T, batch.features_TF, batch.final_TD,
                 batch.lengths, steps=self.section.ttt_steps, decay=self.section.step_decay, denominator=1,
-                argmax_T=batch.argmax_T, kind=self.section.loss, out_of_vocabulary=self.section.out_of_vocabulary,
-                step_weights=self.section.step_weights, top_k=batch.top_k,
+                argmax_T=batch.argmax_T, inside_T=batch.inside_T, kind=self.section.loss,
+                out_of_vocabulary=self.section.out_of_vocabulary, step_weights=self.section.step_weights,
+                top_k=batch.top_k, accepted_K=accepted,
             )  # fmt: skip
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -217,11 +229,11 @@ class Trainer:
         return torch.autocast(self.team.device.type, torch.bfloat16) if narrow else contextlib.nullcontext()
 
     def _sums(self) -> Tensor:
-        return torch.zeros(1 + 3 * self.section.ttt_steps, dtype=torch.float64, device=self.team.device)
+        return torch.zeros(1 + 5 * self.section.ttt_steps, dtype=torch.float64, device=self.team.device)
 
     def _measured(self, sums: Tensor, grad_norm: float = math.nan, skipped: bool = False) -> Measured:
         loss = float(sums[0])
-        positions, covered, matched = sums[1:].view(3, -1).tolist()
+        positions, covered, matched = sums[1:].view(5, -1)[:3].tolist()
         share = lambda part: tuple(n / max(1.0, of) for n, of in zip(part, positions, strict=True))  # noqa: E731
         return Measured(
             loss / max(1.0, positions[0]), int(positions[0]), share(matched), share(covered), grad_norm, skipped
@@ -239,9 +251,11 @@ class Trainer:
 
 
 def _flat(loss: Loss) -> Tensor:
-    """What workers add up, [1 + 3K] float64: summed loss, and of each step its positions, covered and matched ones."""
-    counts = torch.cat([loss.positions, loss.covered, loss.matched])
-    return torch.cat([loss.loss.detach()[None].double(), counts.double()])
+    """What workers add up, [1 + 5K] float64: summed loss, and of each step its positions, covered and matched ones, those
+    that were learnt from, and their acceptance.
+    """
+    parts = (loss.positions, loss.covered, loss.matched, loss.learnt, loss.accepted)
+    return torch.cat([loss.loss.detach()[None].double(), *(part.double() for part in parts)])
 
 
 def sound(batch: PackedBatch) -> bool:

@@ -5,6 +5,7 @@ Shape suffixes as in drafter/model.py: N rows, D width of the verifier's states,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,5 +64,18 @@ class VerifierHead:
     @torch.no_grad()
     def argmax(self, final_ND: Tensor) -> Tensor:
         """The likeliest token of the whole vocabulary, [N] int64, a few rows at a time."""
+        return torch.cat([logits_NV.argmax(dim=-1) for logits_NV in self._logits(final_ND)])
+
+    @torch.no_grad()
+    def argmax_and_inside(self, final_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """`argmax`, and the probability of the draft vocabulary as a whole, [N] fp32."""
+        best, inside = [], []
+        for logits_NV in self._logits(final_ND):
+            best.append(logits_NV.argmax(dim=-1))
+            drafted_NW = logits_NV[:, self.in_draft_V].float()
+            inside.append((drafted_NW.logsumexp(-1) - logits_NV.float().logsumexp(-1)).exp().clamp(max=1))
+        return torch.cat(best), torch.cat(inside)
+
+    def _logits(self, final_ND: Tensor) -> Iterator[Tensor]:
         rows = max(1, _LOGITS_AT_ONCE // len(self.weight_VD))
-        return torch.cat([(self.read(chunk) @ self.weight_VD.T).argmax(dim=-1) for chunk in final_ND.split(rows)])
+        return (self.read(chunk) @ self.weight_VD.T for chunk in final_ND.split(rows))

@@ -278,6 +278,8 @@ def test_a_state_that_is_no_state_is_damage(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for update in (5, 10):
         save(store, update)
-    for text in ("{", "[]", "{}", '{"format": "x", "update": 10, "optimizer_steps": 1, "files": {}}'):
+    whole = json.loads((tmp_path / "checkpoints/00000010/state.json").read_text())
+    others = [json.dumps(whole | {"accepted": rubbish}) for rubbish in ("much", [None], 3)]
+    for text in ("{", "[]", "{}", '{"format": "x", "update": 10, "optimizer_steps": 1, "files": {}}', *others):
         (tmp_path / "checkpoints/00000010/state.json").write_text(text)
         assert Checkpoints(store).newest(shapes()) == 5

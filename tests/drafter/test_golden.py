@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from vocab.mapping import DraftVocab
 
 GOLDEN = Path(__file__).parent / "golden"
 CLOSE = {"atol": 1e-4, "rtol": 0}
-SPECFORGE = ["plain", "grouped", "wide_heads", "long", "fc_norm_alone"]
+SPECFORGE = ["plain", "grouped", "wide_heads", "long", "fc_norm_alone", "acceptance"]
 SPECULATORS = [*SPECFORGE, "packed", "fc_norm", "norm_before_fc", "biased"]
 PACKED = ["packed", "norm_before_fc", "biased"]
 # Speculators' names of losses that we have.
@@ -56,7 +57,7 @@ class Golden:
         return [self.drafter.logits(step.hidden_ND) for step in found]
 
     @torch.no_grad()
-    def loss(self, steps: int, **convention: str) -> Loss:
+    def loss(self, steps: int, **convention: Any) -> Loss:
         head = VerifierHead(self.tensors["lm_head"], self.vocab)
         parts = (self.tensors[name] for name in ("token_ids", "loss_mask", "features", "final"))
         return ttt_loss(self.drafter, head, *parts, self.lengths, steps=steps, **convention)
@@ -100,6 +101,28 @@ def test_the_loss_of_every_step_is_specforges_by_its_convention(name: str) -> No
     torch.testing.assert_close(ours.cross_entropy / golden.lengths[0], theirs, **CLOSE)
 
 
+def test_acceptance_and_the_losses_that_look_at_it_are_specforges() -> None:
+    """Its mean of kl is over all S positions, that of acceptance over those that are learnt from."""
+    golden = Golden("acceptance")
+    theirs = {name: golden.tensors[f"specforge.lk_{name}"] for name in ("alpha.losses", "lambda.losses")}
+    accepted = golden.tensors["specforge.lk_lambda.acceptance"]
+    steps, convention = len(accepted), {"rows": "specforge", "out_of_vocabulary": "mask"}
+    tv, lk, kl = (golden.loss(steps, kind=kind, **convention) for kind in ("tv", "lk", "soft_cross_entropy"))
+    assert (tv.learnt < tv.positions).any()
+    torch.testing.assert_close(tv.accepted / tv.learnt, accepted, **CLOSE)
+    torch.testing.assert_close(1 - tv.cross_entropy / tv.learnt, accepted, **CLOSE)
+    torch.testing.assert_close(lk.cross_entropy / lk.learnt, theirs["alpha.losses"], **CLOSE)
+    share = torch.exp(-3 * accepted)
+    expected = share * kl.cross_entropy / golden.lengths[0] + (1 - share) * tv.cross_entropy / tv.learnt
+    torch.testing.assert_close(expected, theirs["lambda.losses"], **CLOSE)
+    # Ours, whose parts have one denominator: so that the shares are what their names say.
+    hybrid = golden.loss(steps, kind="lk_hybrid", accepted_K=accepted.tolist(), **convention)
+    kl_alone = golden.loss(steps, kind="kl", **convention)
+    torch.testing.assert_close(
+        hybrid.cross_entropy, share * kl_alone.cross_entropy + (1 - share) * tv.cross_entropy, **CLOSE
+    )
+
+
 @pytest.mark.parametrize("name", [*SPECFORGE, "fc_norm"])
 def test_the_loss_of_every_step_is_speculators_by_its_convention(name: str) -> None:
     golden = Golden(name)
@@ -141,7 +164,7 @@ def test_the_loss_of_packed_sequences_is_speculators_but_for_rows_that_learn_fro
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_losses_and_gradients_by_name_are_speculators(name: str) -> None:
     tensors = load_file(GOLDEN / "losses.safetensors")
-    loss_N, grad_NW = divergence(LOSSES[name], tensors["logits"].softmax(-1), tensors["teacher"].softmax(-1))
+    loss_N, grad_NW, _ = divergence(LOSSES[name], tensors["logits"].softmax(-1), tensors["teacher"].softmax(-1))
     torch.testing.assert_close(loss_N, tensors[f"speculators.{name}"], **CLOSE)
     torch.testing.assert_close(grad_NW, tensors[f"speculators.{name}.grad"], **CLOSE)
 
@@ -149,5 +172,5 @@ def test_losses_and_gradients_by_name_are_speculators(name: str) -> None:
 def test_the_acceptance_loss_is_specforges() -> None:
     """SpecForge's LK^alpha: the mean over positions of - log sum min(p, q)."""
     tensors = load_file(GOLDEN / "losses.safetensors")
-    loss_N, _ = divergence("lk", tensors["logits"].softmax(-1), tensors["teacher"].softmax(-1))
-    torch.testing.assert_close(loss_N.mean(), tensors["specforge.alpha"], **CLOSE)
+    found = divergence("lk", tensors["logits"].softmax(-1), tensors["teacher"].softmax(-1))
+    torch.testing.assert_close(found.loss_N.mean(), tensors["specforge.alpha"], **CLOSE)

@@ -240,3 +240,12 @@ def test_the_verifiers_argmax_is_computed_once_a_sequence_whatever_it_is_packed_
         assert torch.equal(batch.argmax_T[teacher_M], head.argmax(batch.final_TD[teacher_M]))
     cache.head = None  # type: ignore[assignment]  # all four are known by now
     cache.fill(pack([3, 1], [states[3], states[1]]))
+    both = ArgmaxCache(head, inside=True)
+    for _ in range(2):
+        filled = both.fill(pack([3, 1], [states[3], states[1]]))
+        teacher_M = loss_rows(filled.loss_mask_T, filled.lengths, 1)[0].nonzero().squeeze(1) + 1
+        assert filled.argmax_T is not None
+        assert filled.inside_T is not None
+        best, inside = head.argmax_and_inside(filled.final_TD[teacher_M])
+        assert torch.equal(filled.argmax_T[teacher_M], best)
+        torch.testing.assert_close(filled.inside_T[teacher_M], inside)

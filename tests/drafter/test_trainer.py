@@ -168,6 +168,43 @@ def test_a_compiled_layer_learns_the_same(tiny: Tiny) -> None:
     np.testing.assert_allclose(losses(compiled), losses(plain), rtol=1e-3)
 
 
+def test_the_hybrid_loss_weighs_by_the_update_before_however_a_batch_is_cut() -> None:
+    batch = small_batch(small_drafter(), [12, 9], masked=0.0)
+    tensors, lengths = batch.parts()[:4], batch.lengths
+    whole = [PackedBatch(*tensors, tuple(lengths), (0, 1))]
+    parts = enumerate(zip(*(one.split(lengths) for one in tensors), strict=True))
+    cut = [PackedBatch(*part, (lengths[row],), (row,)) for row, part in parts]
+
+    def trainer() -> Trainer:
+        section, settings = DrafterSection(ttt_steps=3, loss="lk_hybrid"), TrainingSection(dtype="float32")
+        drafter = small_drafter()
+        return Trainer(drafter, small_head(drafter), section, settings, Team())
+
+    one, other = trainer(), trainer()
+    assert one.accepted is None
+    for _ in range(3):
+        assert one.update(whole, 1e-2).loss == pytest.approx(other.update(cut, 1e-2).loss, rel=1e-5)
+        np.testing.assert_allclose(one.accepted, other.accepted, rtol=1e-4)
+    before = one.accepted
+    one.evaluate(whole)
+    assert one.accepted == before
+    resumed = trainer()
+    resumed.restore(one.snapshot())
+    assert resumed.accepted == before
+    assert resumed.update(whole, 1e-2).loss == one.update(whole, 1e-2).loss
+
+
+def test_the_hybrid_loss_stopped_and_resumed_ends_in_the_same_bits(tiny: Tiny) -> None:
+    undisturbed, cut = (
+        tiny.request(name, {"loss": "lk_hybrid"}, checkpoint_every=3) for name in ("hybrid", "hybrid-cut")
+    )
+    assert whole_run(undisturbed) is not None
+    assert whole_run(cut, stop=after(4)) is None
+    assert whole_run(cut) is not None
+    assert all(torch.equal(exported(cut)[name], one) for name, one in exported(undisturbed).items())
+    np.testing.assert_array_equal(losses(cut), losses(undisturbed))
+
+
 @pytest.mark.slow
 def test_muon_learns_and_resumes_in_the_same_bits(tiny: Tiny) -> None:
     undisturbed, cut = (

@@ -35,6 +35,7 @@ CASES = {
     "norm_before_fc": (32, 4, 2, 8, 10_000.0, [8, 13], 4, True),
     "fc_norm_alone": (48, 6, 2, 8, 10_000.0, [22], 5, True),
     "biased": (32, 4, 2, 8, 10_000.0, [12, 9], 4, True),
+    "acceptance": (48, 6, 2, 8, 10_000.0, [26], 5, True),
 }
 # Keys of the config that are on. Of EAGLE-3.1 SpecForge has only fc_norm, and means another thing by norm_output.
 VARIANTS = {
@@ -98,20 +99,28 @@ def specforge(config: dict, state: dict, case: SimpleNamespace, folder: Path) ->
     assert not missing, missing
     assert not unexpected, unexpected
     logits = record(draft, "compute_logits")
-    model = eagle3.OnlineEagle3Model(draft, length=case.steps, attention_backend="sdpa").eval()
+    # The case `acceptance` is of its acceptance-aware losses, too.
+    kinds = {"": None, "lk_alpha.": "alpha", "lk_lambda.": "lambda"} if case.name == "acceptance" else {"": None}
     # Its data pipeline shifts ids and teacher by one and leaves the mask.
     ids, final = padding(case.token_ids[None], left=False), padding(case.final[None], left=False)
     mask = case.loss_mask.long()[None, :, None].clone()
     mask[:, -1] = 0
     teacher = final @ case.lm_head.T
-    with torch.no_grad():
-        found = model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), target=teacher, loss_mask=mask,
-            hidden_states=case.features[None],
-        )  # fmt: skip
-        shares = eagle3._compute_target_p(teacher, draft.t2d, mask)[0]
-    losses = torch.stack([each.float() for each in found[0]])
-    return {"specforge.logits": torch.cat(logits), "specforge.teacher": shares[0], "specforge.losses": losses}
+    results = {}
+    for name, kind in kinds.items():
+        model = eagle3.OnlineEagle3Model(
+            draft, length=case.steps, attention_backend="sdpa", lk_loss_type=kind, kl_decay=3.0
+        ).eval()
+        with torch.no_grad():
+            found = model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), target=teacher, loss_mask=mask,
+                hidden_states=case.features[None],
+            )  # fmt: skip
+        results[f"specforge.{name}losses"] = torch.stack([each.float() for each in found[0]])
+        if kind is not None:
+            results[f"specforge.{name}acceptance"] = torch.stack([each.float() for each in found[1]])
+    shares = eagle3._compute_target_p(teacher, draft.t2d, mask)[0]
+    return {"specforge.logits": torch.cat(logits[: case.steps]), "specforge.teacher": shares[0], **results}
 
 
 def speculators(config: dict, state: dict, case: SimpleNamespace, folder: Path) -> dict[str, torch.Tensor]:
@@ -213,7 +222,7 @@ def generate(name: str, folder: Path) -> None:
     verifier.model.norm.weight.data = 0.5 + torch.rand(width)
     before = torch.randn(tokens, width)
     case = SimpleNamespace(
-        lengths=lengths, steps=steps, token_ids=torch.randint(1, VOCAB, (tokens,)),
+        name=name, lengths=lengths, steps=steps, token_ids=torch.randint(1, VOCAB, (tokens,)),
         loss_mask=torch.rand(tokens) < 0.8, features=torch.randn(tokens, len(LAYERS) * width),
         final_before_norm=before, final=verifier.model.norm(before).detach(), lm_head=verifier.lm_head.weight.detach(),
     )  # fmt: skip
