@@ -3,7 +3,7 @@
 config.py           the shape, and how it follows from the verifier's
 model.py            what one step computes
 ttt.py              the unroll over several steps, on packed sequences
-verifier_head.py    the teacher; argmax_cache.py keeps its likeliest tokens
+verifier_head.py    the teacher; verifier_cache.py keeps what it said
 loss.py             soft cross-entropy and fair counts
 sampler.py          which sequences make which update
 loader.py           packed micro-batches straight from the store

@@ -25,8 +25,8 @@ class PackedBatch:
     final_TD: [T, D] bf16, the verifier's final state, on the side of its last norm that the contract says
     (`VerifierHead.norm`); None where top_k is what the verifier says.
     lengths, rows: of each sequence; rows tell them apart over a run. argmax_T: [T] int64, the verifier's likeliest next
-    token where the loss asks for it, if it is known; inside_T: [T] fp32, its probability of the draft vocabulary. states_TLH: [T, L, D], what features and final states are views of,
-    if they are.
+    token where the loss asks for it, if it is known. inside_T: [T] fp32, its probability of the draft vocabulary, likewise.
+    states_TLH: [T, L, D], what features and final states are views of, if they are.
     """
 
     token_ids_T: Tensor

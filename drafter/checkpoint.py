@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ _FIX = "restore it from a copy, or start the run over with --fresh"
 @dataclass(frozen=True)
 class Snapshot:
     """Weights and optimiser on the CPU, fp32. model: by parameter. moments: by `<parameter>.<kind>`. steps: applied.
-    accepted: mean acceptance of each step of training-time test in the last update, for a loss that looks at it.
+    accepted: mean acceptance of each step of training-time test in the last update, for `lk_hybrid`; NaN: unknown.
     """
 
     model: dict[str, Tensor]
@@ -59,10 +60,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a snapshot of a drafter holds."""
+    """What a snapshot of a drafter holds. steps: of training-time test."""
 
     model: Mapping[str, tuple[int, ...]]
     moments: Mapping[str, tuple[int, ...]]
+    steps: int = 0
 
 
 class _Damaged(DrafterError):
@@ -99,9 +101,10 @@ class Checkpoints:
         """
         self._found = None
         if update in self.updates():
-            shapes = Shapes(
-                *({name: tuple(one.shape) for name, one in part.items()} for part in (snapshot.model, snapshot.moments))
+            model, moments = (
+                {name: tuple(one.shape) for name, one in part.items()} for part in (snapshot.model, snapshot.moments)
             )
+            shapes = Shapes(model, moments, len(snapshot.accepted or ()))
             try:
                 self._read(update, shapes)
             except _Damaged:
@@ -123,7 +126,7 @@ class Checkpoints:
             "run_id": self.run_id or "",
             **counters,
             "optimizer_steps": snapshot.steps,
-            "accepted": snapshot.accepted,
+            "accepted": snapshot.accepted and [None if math.isnan(one) else one for one in snapshot.accepted],
             "files": described,
         }
         self.store.put(f"{folder}/{STATE}", json.dumps(state, indent=1).encode() + b"\n")
@@ -170,7 +173,8 @@ class Checkpoints:
         state = self._state(f"{folder}/{STATE}", update)
         model = self._tensors(f"{folder}/{MODEL}", state["files"][MODEL], shapes.model)
         moments = self._tensors(f"{folder}/{OPTIMIZER}", state["files"][OPTIMIZER], shapes.moments)
-        return state, Snapshot(model, moments, int(state["optimizer_steps"]), state["accepted"])
+        accepted = _accepted(f"{self.store.uri}/{folder}/{STATE}", state.get("accepted"), shapes.steps)
+        return state, Snapshot(model, moments, int(state["optimizer_steps"]), accepted)
 
     def _state(self, key: str, update: int) -> dict[str, Any]:
         where = f"{self.store.uri}/{key}"
@@ -181,7 +185,6 @@ class Checkpoints:
                 isinstance(state["files"][name]["bytes"], int) and isinstance(state["files"][name]["sha256"], str)
                 for name in (MODEL, OPTIMIZER)
             )
-            state["accepted"] = tuple(map(float, state["accepted"])) if state.get("accepted") else None
         except ObjectMissing as error:
             raise _Damaged(str(error)) from None
         except (ValueError, KeyError, TypeError) as error:
@@ -244,6 +247,19 @@ class Checkpoints:
         if isinstance(self.store, LocalStore):  # a folder stays where an object store has none
             with contextlib.suppress(OSError):
                 (self.store.root / key).parent.rmdir()
+
+
+def _accepted(where: str, found: Any, steps: int) -> tuple[float, ...] | None:
+    """What state.json has of `Snapshot.accepted`, NaN as null. Raises _Damaged."""
+    if found is None:
+        return None
+    if (
+        not isinstance(found, list)
+        or len(found) != steps
+        or not all(one is None or (type(one) in (int, float) and 0 <= one <= 1.001) for one in found)
+    ):
+        raise _Damaged(f"{where}: accepted: expected {steps} numbers from 0 to 1, found {json.dumps(found)[:60]}")
+    return tuple(math.nan if one is None else float(one) for one in found)
 
 
 def _folder(update: int) -> str:

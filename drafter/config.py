@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -27,6 +27,21 @@ _GIVEN = {
     "draft_vocab_size": "the draft vocabulary's own size counts; set vocab.size",
     "capture_layers": "the dataset's count; leave it out",
 }
+
+
+_TWO_WAYS = "SGLang and vLLM compute such a drafter in two ways (docs/drafter.md)"
+
+
+def _agreed_bias(value: Any) -> Any:
+    if value not in (False, "o_proj"):
+        raise DrafterError(f"expected false or o_proj, found {value!r}: {_TWO_WAYS}")
+    return value
+
+
+def _agreed_layers(value: Any) -> Any:
+    if value != 1:
+        raise DrafterError(f"expected 1, found {value!r}: {_TWO_WAYS}")
+    return value
 
 
 class DrafterConfig(BaseModel):
@@ -51,9 +66,9 @@ class DrafterConfig(BaseModel):
     max_position_embeddings: int = Field(gt=0)
     # The one bias on which the servers agree (docs/drafter.md): the attention's output's. True, in Hugging Face configs,
     # means q, k and v too, which SGLang gives none.
-    attention_bias: bool | Literal["o_proj"] = False
+    attention_bias: Annotated[Literal[False, "o_proj"], BeforeValidator(_agreed_bias)] = False
     # The servers agree on one layer only: the name is here to be refused.
-    num_hidden_layers: int = 1
+    num_hidden_layers: Annotated[Literal[1], BeforeValidator(_agreed_layers)] = 1
     # EAGLE-3.1, with the servers' meaning: one norm over all captured states side by side before `fc` (input_norm), or
     # one for each (fc_norm.0, ...); and whether a step is fed the state after the last norm instead of before it.
     norm_before_fc: bool = False
@@ -68,17 +83,6 @@ class DrafterConfig(BaseModel):
         if isinstance(scaling, Mapping) and "mrope_section" in scaling:
             raise DrafterError(f"expected RoPE of one axis, found {scaling}; give rope_scaling=None for plain RoPE")
         return checked_scaling(scaling)
-
-    @field_validator("attention_bias", "num_hidden_layers")
-    @classmethod
-    def _agreed(cls, value: Any, info: ValidationInfo) -> Any:
-        expected: tuple[Any, ...] = (1,) if info.field_name == "num_hidden_layers" else (False, "o_proj")
-        if value not in expected:
-            raise DrafterError(
-                f"{info.field_name}: expected {' or '.join(map(str, expected))}, found {value}: SGLang and vLLM compute "
-                f"such a drafter in two ways (docs/drafter.md)"
-            )
-        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -185,7 +189,9 @@ def follow(
             alone: TypeAdapter[Any] = TypeAdapter(Annotated[known[name].annotation, known[name]])  # type: ignore[arg-type]
             checked[name] = alone.validate_python(value)
         except ValidationError as error:
-            raise DrafterError(f"{where}: {error.errors()[0]['msg']}, found {value!r}") from None
+            said = error.errors()[0]
+            own = said.get("ctx", {}).get("error")  # which says what was found
+            raise DrafterError(f"{where}: {own or said['msg']}{'' if own else f', found {value!r}'}") from None
     try:
         return DrafterConfig.from_verifier(config, draft_vocab_size, capture_layers, **checked)
     except (TypeError, ValueError, ZeroDivisionError) as error:

@@ -45,7 +45,7 @@ class Divergence(NamedTuple):
 def divergence(
     kind: str, draft_NW: Tensor, verifier_NW: Tensor, inside_N: Tensor | None = None, mean_N: Tensor | None = None
 ) -> Divergence:
-    """Of q = softmax(logits) from p, both [N, W] in fp32. inside_N: m, 1 when left out. mean_N: A, own a when left out."""
+    """Of q = softmax(logits) from p, both [N, W] in fp32. inside_N: m, 1 when left out. mean_N: A, own a when left out or NaN."""
     if kind in ("soft_cross_entropy", "kl"):
         loss = -(verifier_NW * draft_NW.clamp(min=_LEAST).log()).sum(-1)
         if kind == "kl":
@@ -65,7 +65,8 @@ def divergence(
     if kind == "lk":
         bounded = accepted.clamp(min=_LEAST)
         return Divergence(-bounded.log(), grad_NW / bounded[:, None], accepted)
-    share = torch.exp(-_HYBRID_DECAY * (accepted if mean_N is None else mean_N))
+    mean_N = accepted if mean_N is None else torch.where(mean_N.isnan(), accepted, mean_N)
+    share = torch.exp(-_HYBRID_DECAY * mean_N)
     kl, kl_grad_NW, _ = divergence("kl", draft_NW, verifier_NW)
     loss = share * kl + (1 - share) * (1 - accepted)
     return Divergence(loss, share[:, None] * kl_grad_NW + (1 - share)[:, None] * grad_NW, accepted)

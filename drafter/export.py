@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +235,8 @@ def read_tensors(folder: str | os.PathLike[str]) -> tuple[str, dict[str, Tensor]
 def build(where: str, config: DrafterConfig, tensors: dict[str, Tensor], embedding_VD: Tensor | None) -> Drafter:
     """The drafter of these tensors, by SGLang's names, checked one by one; see `load_sglang`."""
     shapes = sglang_tensors(config)
-    if config.attention_bias:
-        tensors = _without_zero_biases(where, config, tensors)
-        shapes = {name: shape for name, shape in shapes.items() if name not in _zero_biases(config)}
+    zeros = _zero_biases(config) if config.attention_bias else {}
+    shapes = {name: shape for name, shape in shapes.items() if name in tensors or name not in zeros}
     optional = {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
         "d2t": (config.draft_vocab_size,),
@@ -246,6 +245,8 @@ def build(where: str, config: DrafterConfig, tensors: dict[str, Tensor], embeddi
     if "d2t" in tensors:
         shapes.pop("t2d", None)  # says the same
     _check_tensors(where, tensors, shapes | {name: optional[name] for name in optional if name in tensors}, _FIX)
+    _check_zeros(where, tensors, zeros)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in zeros}
     if embedding_VD is None and _EMBEDDING not in tensors:
         raise DrafterError(f"{where}: expected {_EMBEDDING}, found none; give the verifier's embedding")
     if embedding_VD is None or (config.own_embedding and _EMBEDDING in tensors):
@@ -256,15 +257,14 @@ def build(where: str, config: DrafterConfig, tensors: dict[str, Tensor], embeddi
     return drafter
 
 
-def _without_zero_biases(where: str, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Raises DrafterError when one is there and not zero: SGLang drops it, vLLM adds it."""
-    for name in _zero_biases(config):
-        if name in tensors and tensors[name].count_nonzero():
+def _check_zeros(where: str, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Raises DrafterError when one of these is there and not zero: SGLang drops it, vLLM adds it."""
+    for name in names:
+        if name in tensors and tensors[name].any():
             raise DrafterError(
                 f"{where}: {name}: expected zeros, found other numbers: SGLang gives q, k and v no bias, vLLM does "
                 f"(docs/drafter.md); this package trains drafters that both serve alike"
             )
-    return {name: tensor for name, tensor in tensors.items() if name not in _zero_biases(config)}
 
 
 def _check_tensors(where: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], fix: str) -> None:

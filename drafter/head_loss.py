@@ -8,7 +8,7 @@ and its gradients are dh = q W - E and dW = q^T h - p^T h. So the teacher's prob
 its positions, not once for each of the up to K rows that learn from one: rows are sorted by position, and a chunk holds
 some positions with all their rows. Of q only e = exp(z - max z) is formed, in place of the logits: its normaliser is a
 number a row, which goes into the thin factors of the matrix products. What is left of a chunk is three products and
-four passes over [rows, W] that stay in cache. Other losses need both probabilities of a row and take three times as long.
+four passes over [rows, W] that stay in cache. Other losses need both probabilities of a row, in fp32.
 
 Shape suffixes as in drafter/loss.py: N rows, M teacher positions, W draft vocabulary, D hidden size.
 """
@@ -65,7 +65,7 @@ class HeadLoss(torch.autograd.Function):
             width = len(weight_WD)
             budget = rows_at_once(width, device)
             if not by_mean_row:
-                budget = max(2, budget // 4)  # five of [rows, W] in fp32 exist for a moment
+                budget = max(2, budget // 4)  # up to ten of [rows, W] in fp32 exist for a moment
             order_N = slot_N.argsort(stable=True)
             buffer = torch.empty(0, dtype=dtype, device=device)
             for rows, first, last in chunks(slot_N[order_N], budget):

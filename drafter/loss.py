@@ -78,8 +78,8 @@ def ttt_loss(
     the draft vocabulary: nothing (`mask`), or its shares of the tokens inside (`renormalise`).
     step_weights: [K], instead of decay^k. top_k: the verifier's likeliest tokens where they are stored: the teacher,
     instead of final_TD's (`drafter.teacher.TopKTeacher` says what becomes of the others). accepted_K: [K], the mean
-    acceptance of each step that `lk_hybrid` weighs its parts by; each row's own when left out. rows: whose positions
-    count, see `counted_rows`. Raises DrafterError for shapes that do not agree.
+    acceptance of each step that `lk_hybrid` weighs its parts by; each row's own when left out, or NaN. rows: whose
+    positions count, see `counted_rows`. Raises DrafterError for shapes that do not agree.
     """
     check_batch(drafter, token_ids_T, features_TF, lengths, steps)
     for name, part, shape in (

@@ -80,7 +80,8 @@ class TopK:
 
 
 class Teacher(Protocol):
-    # The verifier's probability of the draft vocabulary as a whole, [M] fp32; None where it is 1, or not asked for.
+    # The verifier's probability of the draft vocabulary as a whole, [M] fp32 (of a stored top-k: of what is stored of it);
+    # None where it is 1, or not asked for.
     inside_M: Tensor | None
 
     def shares(self, first: int, last: int, out_SW: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafter.allocator import keep_freed_memory
-from drafter.argmax_cache import ArgmaxCache
 from drafter.batch import PackedBatch, Planes
 from drafter.checkpoint import Shapes, Snapshot
 from drafter.divergences import ACCEPTANCE
@@ -33,6 +32,7 @@ from drafter.parallel import Replicated, Sharded, Weights
 from drafter.precision import bf16_over_fp32
 from drafter.recipe import DrafterSection, TrainingSection
 from drafter.team import Team
+from drafter.verifier_cache import VerifierCache
 from drafter.verifier_head import VerifierHead
 from storage.errors import StatehouseError
 
@@ -83,9 +83,9 @@ class Trainer:
         if section.lm_head == "frozen" and drafter.lm_head.weight.shape == head.draft_weight_WD.shape:
             # The very rows that teach: in the dtype of the products, and kept once.
             drafter.lm_head.weight = torch.nn.Parameter(head.draft_weight_WD, requires_grad=False)
-        self.cache = ArgmaxCache(head, inside=section.loss in ACCEPTANCE)
-        # Mean acceptance of each step in the update before: what `lk_hybrid` weighs its parts by. Of this update it would
-        # be known only after all micro-batches of all workers.
+        self.cache = VerifierCache(head, inside=section.loss in ACCEPTANCE)
+        # Mean acceptance of each step in the update before, NaN where none has learnt anything yet: what `lk_hybrid` weighs
+        # its parts by. Of this update it would be known only after all micro-batches of all workers.
         self.accepted: tuple[float, ...] | None = None
         if team.device.type == "cpu":
             keep_freed_memory()
@@ -137,9 +137,9 @@ class Trainer:
         for gradient in self.weights.gradients():
             gradient *= share
         self.optimizer.step(lr)
-        if self.section.loss in ACCEPTANCE:
+        if self.section.loss == "lk_hybrid":
             learnt, accepted = sums[1:].view(5, -1)[3:].tolist()
-            before = self.accepted or [0.0] * len(learnt)
+            before = self.accepted or [math.nan] * len(learnt)
             self.accepted = tuple(a / n if n else old for a, n, old in zip(accepted, learnt, before, strict=True))
         return self._measured(sums, grad_norm=norm)
 
@@ -163,14 +163,16 @@ class Trainer:
 
     def shapes(self) -> Shapes:
         """What a snapshot of this drafter holds."""
-        return Shapes({name: tuple(one.shape) for name, one in self.trained.items()}, self.optimizer.shapes())
+        model = {name: tuple(one.shape) for name, one in self.trained.items()}
+        return Shapes(model, self.optimizer.shapes(), self.section.ttt_steps)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[PackedBatch | Planes], source_of: Mapping[int, str] | None = None) -> Measured:
         """The loss and its counts on this worker's share of the batches, summed over workers; changes nothing.
 
         `lk_hybrid` weighs each row by its own acceptance here, so that losses of different updates can be compared.
-        source_of: of every row (`PackedBatch.rows`) that any worker has, the same on all: then the fair numbers are there for each source.
+        source_of: of every row (`PackedBatch.rows`) that any worker has, the same on all: then the fair numbers are there
+        for each source.
         """
         sums, error = self._sums(), None
         fair = {name: Fair.zero(self.section.ttt_steps) for name in sorted(set((source_of or {}).values()))}

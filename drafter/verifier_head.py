@@ -15,7 +15,8 @@ from torch.nn import functional
 from drafter.errors import DrafterError
 from vocab.mapping import DraftVocab
 
-# Logits over the whole vocabulary that exist at one time: 2**24 are 102 rows of Kimi-K2.5, 32 MiB in bf16.
+# Logits over the whole vocabulary that exist at one time: 2**24 are 102 rows of Kimi-K2.5, 32 MiB in bf16; a few times as
+# much where the draft vocabulary's probability is asked for, which is computed in fp32.
 _LOGITS_AT_ONCE = 1 << 24
 
 
@@ -69,6 +70,9 @@ class VerifierHead:
     @torch.no_grad()
     def argmax_and_inside(self, final_ND: Tensor) -> tuple[Tensor, Tensor]:
         """`argmax`, and the probability of the draft vocabulary as a whole, [N] fp32."""
+        if len(self.draft_weight_WD) == len(self.weight_VD):
+            best_N = self.argmax(final_ND)
+            return best_N, torch.ones(len(best_N), device=best_N.device)
         best, inside = [], []
         for logits_NV in self._logits(final_ND):
             best.append(logits_NV.argmax(dim=-1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -279,7 +280,21 @@ def test_a_state_that_is_no_state_is_damage(tmp_path: Path) -> None:
     for update in (5, 10):
         save(store, update)
     whole = json.loads((tmp_path / "checkpoints/00000010/state.json").read_text())
-    others = [json.dumps(whole | {"accepted": rubbish}) for rubbish in ("much", [None], 3)]
+    odd = (
+        "much",
+        "12",
+        3,
+        [0.5],
+        [0.5, 0.5, 0.5],
+        [0.5, -1],
+        [0.5, 10**400],
+        ["0.5", "0.5"],
+        [0.5, True],
+        {"1": 2},
+        [],
+    )
+    others = [json.dumps(whole | {"accepted": rubbish}) for rubbish in odd]
+    others.append(json.dumps(whole | {"accepted": [0.5, math.nan]}))
     for text in ("{", "[]", "{}", '{"format": "x", "update": 10, "optimizer_steps": 1, "files": {}}', *others):
         (tmp_path / "checkpoints/00000010/state.json").write_text(text)
-        assert Checkpoints(store).newest(shapes()) == 5
+        assert Checkpoints(store).newest(Shapes(shapes().model, shapes().moments, 2)) == 5

@@ -132,6 +132,15 @@ def test_a_bias_of_o_proj_comes_with_zeros_that_make_the_other_server_compute_th
         save_file(tensors | {name: torch.full((width,), 0.5)}, tmp_path / TENSORS)
         with pytest.raises(DrafterError, match=rf"{name}: expected zeros, found other numbers: SGLang"):
             load_sglang(tmp_path, embedding(drafter))
+        for odd, said in (
+            (torch.zeros(5), "expected shape"),
+            (torch.zeros(width, dtype=torch.int64), "expected floating point"),
+            (torch.zeros(width).to(torch.float8_e4m3fn), "expected floating point"),
+            (torch.full((width,), torch.nan), "expected finite"),
+        ):
+            save_file(tensors | {name: odd}, tmp_path / TENSORS)
+            with pytest.raises(DrafterError, match=f"{name}: {said}"):
+                load_sglang(tmp_path, embedding(drafter))
 
 
 def test_weights_are_cast_when_asked_and_maps_never(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_training import Tiny, make_dataset, make_verifier
 
-from drafter.argmax_cache import ArgmaxCache
 from drafter.batch import pack
 from drafter.loader import Loader
 from drafter.loss import loss_rows
 from drafter.recipe import LoaderSection, TrainingSection
 from drafter.sources import Items
+from drafter.verifier_cache import VerifierCache
 from drafter.verifier_head import VerifierHead
 from drafter.verifier_weights import read_verifier_weights
 from storage import layout, open_dataset
@@ -230,7 +231,7 @@ def test_the_verifiers_argmax_is_computed_once_a_sequence_whatever_it_is_packed_
     dataset = open_dataset(f"{tiny.root}/dataset")
     vocabulary = DraftVocab.from_ids(range(9), dataset.contract.vocab_size)
     head = VerifierHead(read_verifier_weights(tiny.verifier).lm_head_VD, vocabulary)
-    cache = ArgmaxCache(head)
+    cache = VerifierCache(head)
     states = [dataset.read(row) for row in range(4)]
     for rows in ([0, 1, 2], [2, 3, 0]):
         batch = cache.fill(pack(rows, [states[row] for row in rows]))
@@ -240,7 +241,7 @@ def test_the_verifiers_argmax_is_computed_once_a_sequence_whatever_it_is_packed_
         assert torch.equal(batch.argmax_T[teacher_M], head.argmax(batch.final_TD[teacher_M]))
     cache.head = None  # type: ignore[assignment]  # all four are known by now
     cache.fill(pack([3, 1], [states[3], states[1]]))
-    both = ArgmaxCache(head, inside=True)
+    both = VerifierCache(head, inside=True)
     for _ in range(2):
         filled = both.fill(pack([3, 1], [states[3], states[1]]))
         teacher_M = loss_rows(filled.loss_mask_T, filled.lengths, 1)[0].nonzero().squeeze(1) + 1
@@ -249,3 +250,7 @@ def test_the_verifiers_argmax_is_computed_once_a_sequence_whatever_it_is_packed_
         best, inside = head.argmax_and_inside(filled.final_TD[teacher_M])
         assert torch.equal(filled.argmax_T[teacher_M], best)
         torch.testing.assert_close(filled.inside_T[teacher_M], inside)
+    spoilt, healthy = (pack([0], [states[0]]) for _ in range(2))
+    spoilt = replace(spoilt, final_TD=torch.full_like(spoilt.final_TD, torch.nan))
+    assert both.fill(spoilt).inside_T.isnan().any()
+    assert both.fill(healthy).inside_T.isfinite().all()  # a shard was repaired

@@ -134,7 +134,11 @@ def test_a_bias_of_o_proj_begins_at_zero_is_trained_and_comes_with_the_drafter(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"attention_bias": True}, "attention_bias: expected False or o_proj, found True: SGLang and vLLM"),
+        (
+            {"attention_bias": True},
+            "drafter.config.attention_bias: expected false or o_proj, found True: SGLang and vLLM",
+        ),
+        ({"attention_bias": "oproj"}, "drafter.config.attention_bias: expected false or o_proj, found 'oproj': SGLang"),
         ({"target_hidden_size": 32}, "target_hidden_size: expected 64, of the states of the dataset .*found 32"),
         ({"vocab_size": 48}, "vocab_size: expected 1000, of the verifier .*found 48"),
         ({"capture_layers": [1, 2, 3]}, r"drafter.config.*capture_layers"),

@@ -29,8 +29,10 @@ from tiny_training import (
 from drafter.batch import PackedBatch
 from drafter.checkpoint import Checkpoints
 from drafter.claim import claim
+from drafter.divergences import ACCEPTANCE
 from drafter.errors import DrafterError
 from drafter.export import load_sglang
+from drafter.loss import Loss, ttt_loss
 from drafter.recipe import DrafterSection, TrainingSection
 from drafter.run import Run
 from drafter.session import Session, train
@@ -168,30 +170,73 @@ def test_a_compiled_layer_learns_the_same(tiny: Tiny) -> None:
     np.testing.assert_allclose(losses(compiled), losses(plain), rtol=1e-3)
 
 
+def acceptance_trainer(kind: str) -> Trainer:
+    drafter = small_drafter()
+    section, settings = DrafterSection(ttt_steps=3, loss=kind), TrainingSection(dtype="float32")
+    return Trainer(drafter, small_head(drafter), section, settings, Team())
+
+
+@torch.no_grad()
+def by_hand(trainer: Trainer, packed: PackedBatch, accepted: Any = None) -> Loss:
+    """With the weights as they are, and the verifier asked anew."""
+    parts = packed.token_ids_T, packed.loss_mask_T, packed.features_TF, packed.final_TD, packed.lengths
+    kind = trainer.section.loss
+    return ttt_loss(trainer.drafter, trainer.head, *parts, steps=3, kind=kind, accepted_K=accepted)
+
+
+@pytest.mark.parametrize("kind", ACCEPTANCE)
+def test_losses_that_look_at_acceptance_ask_the_whole_vocabulary(kind: str) -> None:
+    trainer, batch = acceptance_trainer(kind), small_batch(small_drafter(), [12, 9], masked=0.0)
+    packed = PackedBatch(*batch.parts()[:4], (12, 9), (0, 1))
+    for _ in range(2):  # asked, then remembered
+        assert trainer.evaluate([packed]).loss == pytest.approx(float(by_hand(trainer, packed).loss))
+
+
 def test_the_hybrid_loss_weighs_by_the_update_before_however_a_batch_is_cut() -> None:
     batch = small_batch(small_drafter(), [12, 9], masked=0.0)
     tensors, lengths = batch.parts()[:4], batch.lengths
-    whole = [PackedBatch(*tensors, tuple(lengths), (0, 1))]
+    (whole,) = packed = [PackedBatch(*tensors, tuple(lengths), (0, 1))]
     parts = enumerate(zip(*(one.split(lengths) for one in tensors), strict=True))
     cut = [PackedBatch(*part, (lengths[row],), (row,)) for row, part in parts]
-
-    def trainer() -> Trainer:
-        section, settings = DrafterSection(ttt_steps=3, loss="lk_hybrid"), TrainingSection(dtype="float32")
-        drafter = small_drafter()
-        return Trainer(drafter, small_head(drafter), section, settings, Team())
-
-    one, other = trainer(), trainer()
+    one, other = acceptance_trainer("lk_hybrid"), acceptance_trainer("lk_hybrid")
     assert one.accepted is None
     for _ in range(3):
-        assert one.update(whole, 1e-2).loss == pytest.approx(other.update(cut, 1e-2).loss, rel=1e-5)
+        expected = by_hand(one, whole, one.accepted)
+        assert (expected.learnt < expected.positions).all()
+        found = one.update(packed, 1e-2)
+        assert found.loss == pytest.approx(float(expected.loss), rel=1e-5)
+        assert other.update(cut, 1e-2).loss == pytest.approx(found.loss, rel=1e-5)
+        np.testing.assert_allclose(one.accepted, expected.accepted / expected.learnt, rtol=1e-5)
         np.testing.assert_allclose(one.accepted, other.accepted, rtol=1e-4)
     before = one.accepted
-    one.evaluate(whole)
+    # Held-out losses can be compared: each row by its own acceptance.
+    own, weighed = (float(by_hand(one, whole, accepted).loss) for accepted in (None, before))
+    assert one.evaluate(packed).loss == pytest.approx(own, rel=1e-5)
+    assert own != pytest.approx(weighed, rel=1e-3)
     assert one.accepted == before
-    resumed = trainer()
+    resumed = acceptance_trainer("lk_hybrid")
     resumed.restore(one.snapshot())
     assert resumed.accepted == before
-    assert resumed.update(whole, 1e-2).loss == one.update(whole, 1e-2).loss
+    assert resumed.update(packed, 1e-2).loss == one.update(packed, 1e-2).loss
+
+
+def test_a_step_that_nothing_was_learnt_at_yet_is_weighed_by_its_own_rows() -> None:
+    trainer = acceptance_trainer("lk_hybrid")
+    short = small_batch(small_drafter(), [3] * 8, masked=0.0)  # tokens for the first step only
+    trainer.update([PackedBatch(*short.parts()[:4], (3,) * 8, tuple(range(8)))], 1e-3)
+    assert trainer.accepted is not None
+    first, *others = trainer.accepted
+    assert 0 < first < 1
+    assert np.isnan(others).all()
+    batch = small_batch(small_drafter(), [12, 9], masked=0.0)
+    packed = PackedBatch(*batch.parts()[:4], (12, 9), (8, 9))
+    steps = [by_hand(trainer, packed, accepted).cross_entropy for accepted in (None, trainer.accepted, (first,) * 3)]
+    own, mixed, all_given = steps
+    torch.testing.assert_close(mixed, torch.cat([all_given[:1], own[1:]]))
+    assert trainer.update([packed], 1e-3).loss == pytest.approx(
+        float((mixed * 0.8 ** torch.arange(3)).sum() / (10 + 7)), rel=1e-5
+    )
+    assert not np.isnan(trainer.accepted).any()
 
 
 def test_the_hybrid_loss_stopped_and_resumed_ends_in_the_same_bits(tiny: Tiny) -> None:
@@ -200,6 +245,8 @@ def test_the_hybrid_loss_stopped_and_resumed_ends_in_the_same_bits(tiny: Tiny) -
     )
     assert whole_run(undisturbed) is not None
     assert whole_run(cut, stop=after(4)) is None
+    (state,) = Path(cut.run).glob("checkpoints/*4/state.json")
+    assert len(json.loads(state.read_text())["accepted"]) == cut.drafter.ttt_steps
     assert whole_run(cut) is not None
     assert all(torch.equal(exported(cut)[name], one) for name, one in exported(undisturbed).items())
     np.testing.assert_array_equal(losses(cut), losses(undisturbed))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from ray_jobs.verifier import resolve_verifier
 
@@ -39,6 +40,7 @@ def test_a_briefly_trained_drafter_is_served_with_the_verifiers_own_output_and_t
         "evaluation.serve_prompts=10",
         "evaluation.serve_tokens=40",
         "drafter.lm_head=frozen",
+        "drafter.config.attention_bias=o_proj",  # what the demo, which serves too, has not
         "training.run=brief",
     ]
     for job in ("prepare", "generate", "extract", "coverage"):
@@ -46,7 +48,8 @@ def test_a_briefly_trained_drafter_is_served_with_the_verifiers_own_output_and_t
     python(
         "-m", "drafter.train", "--dataset", str(uri), "--draft-vocab", f"{uri}-vocab", "--run", f"{uri}-runs/brief",
         "--verifier", str(resolve_verifier("bundled:smollm2-135m-instruct")),
-        "drafter.lm_head=frozen", "drafter.ttt_steps=3", "training.lr=2e-3", "training.epochs=10",
+        "drafter.lm_head=frozen", "drafter.config.attention_bias=o_proj", "drafter.ttt_steps=3", "training.lr=2e-3",
+        "training.epochs=10",
         "training.global_batch_tokens=1024", "training.dtype=float32",
         "evaluation.held_out=0.15",
     )  # fmt: skip
@@ -55,6 +58,7 @@ def test_a_briefly_trained_drafter_is_served_with_the_verifiers_own_output_and_t
     assert "Controls" in out
 
     run = Path(f"{uri}-runs/brief")
+    assert load_file(run / "drafter" / "model.safetensors")["midlayer.self_attn.o_proj.bias"].abs().max() > 0.01
     evaluation = json.loads((run / "evaluation.json").read_text())["sources"]["all"]["drafters"]
     taus = {name: one["tau"]["3"]["tau"] for name, one in evaluation.items()}
     assert taus["ceiling"] > taus["drafter"] > max(taus["untrained"], taus["d2t off by one"]) + 0.02

@@ -16,7 +16,7 @@ from drafter.loss import loss_rows
 from drafter.verifier_head import VerifierHead
 
 
-class ArgmaxCache:
+class VerifierCache:
     """Fills in `argmax_T` of batches, and `inside_T` if that is asked for, from memory where the sequence was seen before.
 
     Each sequence is multiplied on its own: so the result (at a near tie, a matter of rounding) does not depend on what
@@ -47,9 +47,10 @@ class ArgmaxCache:
             start += length
             if not len(at_N):
                 continue
-            if row not in self._known:
-                self._known[row] = self._ask(batch.final_TD[at_N])
-            best_N, inside_N = self._known[row]
+            found = self._known.get(row) or self._ask(batch.final_TD[at_N])
+            best_N, inside_N = found
+            if inside_N is None or inside_N.isfinite().all():  # a shard that is damaged may be repaired
+                self._known[row] = found
             argmax_T[at_N] = best_N.to(device, torch.int64)
             if inside_T is not None and inside_N is not None:
                 inside_T[at_N] = inside_N.to(device)
