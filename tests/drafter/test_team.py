@@ -53,8 +53,8 @@ def poison(at: int) -> None:
         now[0] = next(count)
         return update(self, *given)
 
-    def poisoned(self: Any, batch: Any) -> Any:
-        loss = compute(self, batch)
+    def poisoned(self: Any, *given: Any) -> Any:
+        loss = compute(self, *given)
         return replace(loss, loss=loss.loss * math.nan) if now[0] == at else loss
 
     Trainer.update, Trainer._loss = counted, poisoned  # type: ignore[method-assign]
@@ -100,8 +100,9 @@ def test_two_workers_train_to_what_one_does_also_when_the_number_changes_on_the_
 
 
 @pytest.mark.slow
-def test_eight_workers_train_to_what_one_does(tiny: Tiny) -> None:
-    alone, eight = (tiny.request(name, epochs=1) for name in ("one-of-eight", "eight"))
+@pytest.mark.parametrize("loss", ["soft_cross_entropy", "lk_hybrid"])
+def test_eight_workers_train_to_what_one_does(tiny: Tiny, loss: str) -> None:
+    alone, eight = (tiny.request(f"{name}-{loss}", {"loss": loss}, epochs=1) for name in ("one-of-eight", "eight"))
     whole_run(alone)
     assert together(eight, 8)[0] == [0] * 8
     np.testing.assert_allclose(losses(eight), losses(alone), rtol=2e-4)
