@@ -22,6 +22,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def peak() -> int:
+    """The most bytes of this process that ever lay in memory. (`ru_maxrss` counts those of the process that started it.)"""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 def main(uri: str, ahead_bytes: int, total_bytes: int) -> None:
     dataset = open_dataset(uri)
     dataset.read(0)  # imports, connections, compiled loops

@@ -8,7 +8,6 @@ resident bytes, tokens.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from benchmarks.corpus import contract
+from benchmarks.memory import peak
 from benchmarks.opening import length_mix
 from storage.commit import publish_plan
 from storage.objects import open_store
@@ -59,7 +59,7 @@ def plan_file(path: Path, uri: str) -> dict[str, float]:
             "tokens": plan.tokens,
             "plan_seconds": planned - began,
             "publish_seconds": time.perf_counter() - planned,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_bytes": peak(),
         }
 
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory import peak
 from benchmarks.report import Report
 
 _WORDS = [
@@ -85,12 +85,12 @@ def on_ray(path: Path, cpus: int) -> dict[str, float]:
     with open(path) as whole:
         warm.write_text("".join(next(whole) for _ in range(2000)))
     collect(recipe, verifier, files_of([recipe.prompts[0].model_copy(update={"path": str(warm)})]))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     began = time.perf_counter()
     collected = collect(recipe, verifier, files_of(recipe.prompts))
     size = len(collected.finish())
     seconds = time.perf_counter() - began
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown = peak() - before
     ray.shutdown()
     return {
         "tokens": collected.tokens,

@@ -296,13 +296,14 @@ def memory(report: Report, settings: Settings, corpus: Corpus) -> None:
 
 def planning(report: Report, settings: Settings) -> None:
     code = """
-import json, resource, time
+import json, time
+from benchmarks.memory import peak
 from benchmarks.opening import contract, length_table, plan_lengths
 table = length_table(1_000_000)
 began = time.perf_counter()
 plan = plan_lengths(table, contract(), "lossless")
 units, hash = sum(1 for _ in plan.units()), plan.hash
-print(json.dumps([time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+print(json.dumps([time.perf_counter() - began, peak(),
     plan.geometry.tokens / plan.tokens - 1, plan.tokens]))
 """
     root = Path(__file__).resolve().parent.parent

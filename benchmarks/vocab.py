@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.memory import peak
 from benchmarks.report import Report, arguments
 from benchmarks.vocab_data import LENGTH, VOCAB, loss_mask, write_dataset, write_parquet, zipf_ids
 
@@ -34,12 +35,6 @@ DRAFT = 32_000
 _ROOT = Path(__file__).parent.parent
 _PEERS = _ROOT / "tests" / "vocab" / "peer_vocab.py"
 _FASTER = {"specforge": 100.0, "speculators": 20.0}
-
-
-def peak_mb() -> float:
-    """The largest resident size this process has had. (`ru_maxrss` counts its parent's too.)"""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
 
 
 def timed(function: Callable[[], Any], repeats: int) -> tuple[list[float], str]:
@@ -255,7 +250,7 @@ def count_synthetic(tokens: int) -> None:
             count_tokens(ids, mask, VOCAB, into=counts)
         seconds.append(time.perf_counter() - began)
         assert counts.sum() == mask.sum() * (tokens // block)
-    print(json.dumps({"seconds": seconds, "peak_mb": peak_mb()}))
+    print(json.dumps({"seconds": seconds, "peak_mb": peak() / 2**20}))
 
 
 def main() -> None:
